@@ -69,7 +69,12 @@ CERTIFICATE_EXPIRY = BOTH.gauge(
 )
 
 
-SERVER = Section("The coordinator", "A fixed number of series, and one for each reason of refusals so far.")
+SERVER = Section(
+    "The coordinator",
+    "A fixed number of series, and one for each reason of refusals so far. Of several coordinators each has "
+    "what is of its slot, so that sums over all count nothing twice; what is of the whole database is the "
+    "same at each: take the maximum of idle slots, the store's size and its standbys.",
+)
 
 SERVING = SERVER.gauge(
     "coordinator_serving", "1 while health reports SERVING, 0 while the coordinator is late."

@@ -49,7 +49,7 @@ from perseus.service.storage.membership import MemberRows
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.watchdog import Watchdog
 from perseus.service.web.access import HttpAuthenticator
-from perseus.service.web.app import make_app
+from perseus.service.web.app import make_app, make_standby_app
 from perseus.service.web.collector import CoordinatorCollector
 from perseus.service.web.listening import bind, listening
 from perseus.service.web.origin import Hosts
@@ -165,7 +165,7 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
     try:
         async with joined(settings) as member:
             ends = {stopped}
-            fence, fleet = None, Fleet(members=[Member("", _address(settings))])
+            fence, fleet = None, Fleet(members=[Member("", _address(settings), _page_url(settings))])
             if member is not None:
                 ends.add(member.ended)
                 waiting = {*ends, member.taken}
@@ -208,7 +208,7 @@ async def joined(settings: CoordinatorSettings) -> AsyncIterator[FleetMember | N
     if settings.slots > 1 and not _address(settings):
         log.warning("nobody can be sent to this coordinator: set advertise to its HOST:PORT")
     try:
-        await member.join(_address(settings), _place(settings.listen))
+        await member.join(_address(settings), _place(settings.listen), _page_url(settings))
         yield member
         if member.ended.done():
             member.ended.result()
@@ -219,6 +219,19 @@ async def joined(settings: CoordinatorSettings) -> AsyncIterator[FleetMember | N
 def _address(settings: CoordinatorSettings) -> str:
     """Return where others reach the coordinator, "" if that is unknown."""
     return settings.advertise or _reachable(settings.listen)
+
+
+def _page_url(settings: CoordinatorSettings) -> str:
+    """Return the URL of the page where others reach it, "" if there is none or that is unknown."""
+    found, reached = host_and_port(settings.http or ""), host_and_port(_address(settings))
+    if settings.http is None or found is None or found[1] == 0:
+        return ""
+    # An address of every host is that which is advertised; a page on loopback is for this machine alone.
+    host = found[0] if _reachable(settings.http) else reached[0] if reached is not None else ""
+    if not host or (is_local(settings.http) and not is_local(_address(settings))):
+        return ""
+    scheme = "http" if settings.tls_certificate is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{found[1]}"
 
 
 def _reachable(listen: str) -> str:
@@ -247,17 +260,20 @@ async def standing_by(settings: CoordinatorSettings, member: FleetMember) -> Asy
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     server.add_generic_rpc_handlers((Elsewhere(member.fleet),))
     await asyncio.to_thread(check_free, settings.listen)
-    address = port.bind(server)
-    await server.start()
-    await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-    for service in _SERVICES:
-        await health_servicer.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
-    log.info("standing by", address=address)
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        if settings.http is not None:
+            http = stack.enter_context(await asyncio.to_thread(bind, settings.http))
+            app = make_standby_app(member.fleet, _hosts(settings))
+            await stack.enter_async_context(listening(app, http, port.tls, 0.0))
+        address = port.bind(server)
+        await server.start()
+        stack.push_async_callback(port.close)
+        stack.push_async_callback(server.stop, None)
+        await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+        for service in _SERVICES:
+            await health_servicer.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
+        log.info("standing by", address=address)
         yield
-    finally:
-        await server.stop(None)
-        await port.close()
 
 
 @contextlib.asynccontextmanager
@@ -461,31 +477,31 @@ async def _serving_http(
         expiries_s=lambda: tls.material.expiries_s if tls is not None else {},
         refusal_counts=refusal_counts,
     )
-    access = None if settings.insecure else HttpAuthenticator(coordinator.tokens, grants)
-    jobs, quotas = coordinator.jobs, coordinator.quotas
+    jobs, quotas, slot = coordinator.jobs, coordinator.quotas, coordinator.fleet.served or 0
+    access = None if settings.insecure else HttpAuthenticator(coordinator.tokens, grants, slot)
     calls = [
         *unary_calls(_JOB_SERVICE, JobService(jobs, quotas, coordinator.agents.unmarked)),
         *unary_calls(_FRONTIER_SERVICE, FrontierService(jobs, quotas), but_for=("Solve",)),
         *unary_calls(_LEDGER_SERVICE, LedgerService(coordinator.ledger, coordinator.quotas)),
         *unary_calls(_POWER_SERVICE, PowerService(coordinator.power, quotas), but_for=_NOT_ON_THE_PAGE),
     ]
-    is_on_loopback = is_local(settings.http)
     app = make_app(
         Scrape(collector.collect),
-        None if is_on_loopback else access,
+        None if is_local(settings.http) else access,
         PageApi(coordinator, calls, access),
         packaged_page(),
-        Hosts(_host_names(settings.http, settings.http_hosts), are_metrics_free=not is_on_loopback),
+        _hosts(settings),
     )
     async with listening(app, http, tls, settings.shutdown_grace_s):
         yield
 
 
-def _host_names(address: str, names: str) -> frozenset[str]:
-    """Return the host names accepted over HTTP: the address's own, and those in the settings."""
-    found = host_and_port(address)
-    stripped = (name.strip().lower() for name in (found[0] if found is not None else "", *names.split(",")))
-    return frozenset(filter(None, stripped))
+def _hosts(settings: CoordinatorSettings) -> Hosts:
+    """Return the host names accepted over HTTP: the addresses' own, and those in the settings."""
+    found = (host_and_port(settings.http or ""), host_and_port(settings.advertise or ""))
+    own = (each[0] for each in found if each is not None)
+    names = (name.strip().lower() for name in (*own, *settings.http_hosts.split(",")))
+    return Hosts(frozenset(filter(None, names)), are_metrics_free=not is_local(settings.http or ""))
 
 
 async def _watch_health(

@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from perseus.v1 import token_service_pb2 as perseus_dot_v1_dot_token__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dperseus/v1/info_service.proto\x12\nperseus.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eperseus/v1/token_service.proto\"\x10\n\x0eGetInfoRequest\"\xa3\x01\n\x0fGetInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\x05\x12\x30\n\x0c\x63urrent_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tprincipal\x18\x04 \x01(\t\x12 \n\x05scope\x18\x05 \x01(\x0e\x32\x11.perseus.v1.Scope\"\x19\n\x17ListCoordinatorsRequest\"b\n\x18ListCoordinatorsResponse\x12\x32\n\x0c\x63oordinators\x18\x01 \x03(\x0b\x32\x1c.perseus.v1.FleetCoordinator\x12\x12\n\nslot_count\x18\x02 \x01(\x05\"j\n\x10\x46leetCoordinator\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\x04slot\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x13\n\x0blease_epoch\x18\x03 \x01(\x03\x12\x14\n\x0cis_answering\x18\x04 \x01(\x08\x42\x07\n\x05_slot2\xb0\x01\n\x0bInfoService\x12\x42\n\x07GetInfo\x12\x1a.perseus.v1.GetInfoRequest\x1a\x1b.perseus.v1.GetInfoResponse\x12]\n\x10ListCoordinators\x12#.perseus.v1.ListCoordinatorsRequest\x1a$.perseus.v1.ListCoordinatorsResponseB1\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dperseus/v1/info_service.proto\x12\nperseus.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eperseus/v1/token_service.proto\"\x10\n\x0eGetInfoRequest\"\xa3\x01\n\x0fGetInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\x05\x12\x30\n\x0c\x63urrent_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tprincipal\x18\x04 \x01(\t\x12 \n\x05scope\x18\x05 \x01(\x0e\x32\x11.perseus.v1.Scope\"\x19\n\x17ListCoordinatorsRequest\"b\n\x18ListCoordinatorsResponse\x12\x32\n\x0c\x63oordinators\x18\x01 \x03(\x0b\x32\x1c.perseus.v1.FleetCoordinator\x12\x12\n\nslot_count\x18\x02 \x01(\x05\"|\n\x10\x46leetCoordinator\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\x04slot\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x13\n\x0blease_epoch\x18\x03 \x01(\x03\x12\x14\n\x0cis_answering\x18\x04 \x01(\x08\x12\x10\n\x08page_url\x18\x05 \x01(\tB\x07\n\x05_slot2\xb0\x01\n\x0bInfoService\x12\x42\n\x07GetInfo\x12\x1a.perseus.v1.GetInfoRequest\x1a\x1b.perseus.v1.GetInfoResponse\x12]\n\x10ListCoordinators\x12#.perseus.v1.ListCoordinatorsRequest\x1a$.perseus.v1.ListCoordinatorsResponseB1\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,7 +43,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTCOORDINATORSRESPONSE']._serialized_start=321
   _globals['_LISTCOORDINATORSRESPONSE']._serialized_end=419
   _globals['_FLEETCOORDINATOR']._serialized_start=421
-  _globals['_FLEETCOORDINATOR']._serialized_end=527
-  _globals['_INFOSERVICE']._serialized_start=530
-  _globals['_INFOSERVICE']._serialized_end=706
+  _globals['_FLEETCOORDINATOR']._serialized_end=545
+  _globals['_INFOSERVICE']._serialized_start=548
+  _globals['_INFOSERVICE']._serialized_end=724
 # @@protoc_insertion_point(module_scope)

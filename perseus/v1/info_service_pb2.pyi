@@ -115,6 +115,7 @@ class FleetCoordinator(google.protobuf.message.Message):
     SLOT_FIELD_NUMBER: builtins.int
     LEASE_EPOCH_FIELD_NUMBER: builtins.int
     IS_ANSWERING_FIELD_NUMBER: builtins.int
+    PAGE_URL_FIELD_NUMBER: builtins.int
     address: builtins.str
     """Where clients and agents reach it, HOST:PORT; empty if that is unknown."""
     slot: builtins.int
@@ -123,6 +124,8 @@ class FleetCoordinator(google.protobuf.message.Message):
     """The lease epoch of that slot; 0 where coordinators don't share a database."""
     is_answering: builtins.bool
     """Whether it is the one that answers."""
+    page_url: builtins.str
+    """URL of its live page, which it serves while it serves a slot; empty if it has none or that is unknown."""
     def __init__(
         self,
         *,
@@ -130,9 +133,10 @@ class FleetCoordinator(google.protobuf.message.Message):
         slot: builtins.int | None = ...,
         lease_epoch: builtins.int = ...,
         is_answering: builtins.bool = ...,
+        page_url: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_slot", b"_slot", "slot", b"slot"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_slot", b"_slot", "address", b"address", "is_answering", b"is_answering", "lease_epoch", b"lease_epoch", "slot", b"slot"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_slot", b"_slot", "address", b"address", "is_answering", b"is_answering", "lease_epoch", b"lease_epoch", "page_url", b"page_url", "slot", b"slot"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_slot", b"_slot"]) -> typing.Literal["slot"] | None: ...
 
 Global___FleetCoordinator: typing_extensions.TypeAlias = FleetCoordinator

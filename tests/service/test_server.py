@@ -2,7 +2,8 @@
 
 import pytest
 
-from perseus.service.server import _place, _reachable
+from perseus.service.server import _page_url, _place, _reachable
+from perseus.service.settings import CoordinatorSettings
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,26 @@ from perseus.service.server import _place, _reachable
 )
 def test_an_address_where_nobody_can_connect_is_not_advertised(listen: str, reachable: str) -> None:
     assert _reachable(listen) == reachable
+
+
+@pytest.mark.parametrize(
+    ("http", "advertise", "url"),
+    [
+        (None, "c1.example.org:50051", ""),
+        ("0.0.0.0:8080", "c1.example.org:50051", "http://c1.example.org:8080"),
+        ("[::]:8080", "[2001:db8::1]:50051", "http://[2001:db8::1]:8080"),
+        ("page.example.org:80", "c1.example.org:50051", "http://page.example.org:80"),
+        ("0.0.0.0:8080", None, ""),
+        ("0.0.0.0:0", "c1.example.org:50051", ""),
+        ("127.0.0.1:8080", "c1.example.org:50051", ""),  # for its own machine alone
+        ("127.0.0.1:8080", "127.0.0.1:50051", "http://127.0.0.1:8080"),
+    ],
+)
+def test_a_page_is_where_browsers_elsewhere_reach_it(
+    http: str | None, advertise: str | None, url: str
+) -> None:
+    settings = CoordinatorSettings(insecure=True, listen="0.0.0.0:50051", http=http, advertise=advertise)
+    assert _page_url(settings) == url
 
 
 def test_a_place_is_one_only_if_nobody_else_can_listen_there() -> None:

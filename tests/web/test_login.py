@@ -7,12 +7,11 @@ from pathlib import Path
 from playwright.async_api import Page, expect
 
 from perseus.demo.security import Security
-from perseus.service.domain.members import Fleet, Member, Slot
 from perseus.service.server import running
 from perseus.v1 import token_service_pb2
 from perseus.v1.token_service_pb2_grpc import TokenServiceStub
 from tests.ports import free_port
-from tests.service.grpc_fakes import TIMEOUT_S, Client, make_secured_settings, make_settings
+from tests.service.grpc_fakes import TIMEOUT_S, Client, make_secured_settings
 from tests.web.browser import browsing, in_browser, inaccessible, panel
 
 pytestmark = in_browser
@@ -91,12 +90,3 @@ async def test_a_reader_sees_everything_and_controls_nothing(tmp_path: Path) -> 
         await site.revoke("wall")
         await expect(page.get_by_text("The session has ended.")).to_be_visible()
         await expect(page.get_by_label("Token")).to_be_visible()
-
-
-async def test_the_page_of_one_of_several_slots_says_so(tmp_path: Path) -> None:
-    http = f"127.0.0.1:{free_port()}"
-    fleet = Fleet("me", 1, [Member("me", "")], [Slot(0, "", 0), Slot(1, "me", 1)])
-    async with running(make_settings(tmp_path, http=http), fleet=fleet), browsing() as page:
-        await page.goto(f"http://{http}/")
-        await expect(page.get_by_text("jobs of one of 2 slots")).to_be_visible()
-        assert await inaccessible(page) == []

@@ -121,7 +121,7 @@ async def test_missing_content_is_explained(site: Site) -> None:
         await page.goto(site.of("labelled"))
         await expect(page.get_by_text("slurm-job=4711  ·  team=<b>vision</b>")).to_be_visible()
         await page.goto(site.of("nobody"))
-        await expect(page.get_by_text("There is no job “nobody” on this coordinator.")).to_be_visible()
+        await expect(page.get_by_text("There is no job “nobody”.")).to_be_visible()
 
 
 async def test_what_moving_layers_would_bring_is_shown_with_its_assumption(site: Site) -> None:

@@ -53,6 +53,7 @@ class InfoService(info_service_pb2_grpc.InfoServiceServicer):
                 slot=None if (slot := slots.get(member.member_id)) is None else slot.number,
                 lease_epoch=0 if slot is None else slot.lease_epoch,
                 is_answering=member.member_id == fleet.me,
+                page_url=member.page_url,
             )
             for member in fleet.members
         ]

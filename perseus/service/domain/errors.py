@@ -362,7 +362,7 @@ class DrainingError(CoordinatorError):
 
 
 class ServedElsewhereError(CoordinatorError):
-    """Another coordinator of the fleet serves the slot, at `address`; it is empty while none does.
+    """Another coordinator of the fleet serves the slot, at `address` and `page_url`; empty while none does.
 
     One that stands by knows no slot from a unary call: it names any coordinator that serves one.
     """
@@ -371,9 +371,11 @@ class ServedElsewhereError(CoordinatorError):
     retry_delay_s = 1
     template = "this coordinator does not serve that: {where} does"
 
-    def __init__(self, *, address: str, slot: int | None = None) -> None:
+    def __init__(self, *, address: str, slot: int | None = None, page_url: str = "") -> None:
         where = f"the one at {address}" if address else "none at present"
-        super().__init__(address=address, where=where, **({} if slot is None else {"slot": slot}))
+        known = {"slot": slot, "page_url": page_url or None}
+        given = {name: value for name, value in known.items() if value is not None}
+        super().__init__(address=address, where=where, **given)
         del self.metadata["where"]
 
 

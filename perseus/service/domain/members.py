@@ -14,10 +14,12 @@ class Member(NamedTuple):
     Attributes:
         member_id: never used by another.
         address: HOST:PORT where clients and agents reach it; empty if it is unknown.
+        page_url: the URL of its page, which it serves while it serves a slot; empty if it is unknown.
     """
 
     member_id: str
     address: str
+    page_url: str = ""
 
 
 class Slot(NamedTuple):
@@ -54,12 +56,28 @@ class Fleet:
 
     def addresses(self) -> dict[int, str]:
         """Return the addresses of those that serve a slot, by slot; empty if unknown."""
-        known = dict(self.members)
+        return {slot: holder.address for slot, holder in self.holders().items()}
+
+    def holders(self) -> dict[int, Member]:
+        """Return those that serve a slot, by slot."""
+        known = {member.member_id: member for member in self.members}
         return {slot.number: known[slot.holder] for slot in self.slots if slot.holder in known}
+
+    def page_url(self, job_id: str) -> str:
+        """Return the URL of the other page that shows a job; empty if there is none, or it is unknown."""
+        slot = slot_of(job_id, len(self.slots))
+        holder = self.holders().get(slot)
+        return holder.page_url if holder is not None and slot != self.served else ""
+
+    def any_page(self) -> tuple[str, str]:
+        """Return the address of one that serves a slot and its page's URL, preferably one with a page; each
+        is empty if unknown."""
+        holders = sorted(self.holders().values(), key=lambda holder: not holder.page_url)
+        return (holders[0].address, holders[0].page_url) if holders else ("", "")
 
     def idle_slots(self) -> list[int]:
         """Return the slots that nobody serves."""
-        served = self.addresses()
+        served = self.holders()
         return [slot.number for slot in self.slots if slot.number not in served]
 
     def check_job(self, job_id: str) -> None:
@@ -77,7 +95,8 @@ class Fleet:
             ServedElsewhereError: it does not.
         """
         if slot != self.served:
-            raise ServedElsewhereError(address=self.addresses().get(slot, ""), slot=slot)
+            holder = self.holders().get(slot, Member("", ""))
+            raise ServedElsewhereError(address=holder.address, slot=slot, page_url=holder.page_url)
 
 
 ALONE = Fleet()

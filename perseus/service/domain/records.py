@@ -17,7 +17,13 @@ from perseus.service.domain.model import (
 )
 from perseus.service.domain.profiling import GivenUpClock, ProfilingCost
 from perseus.service.domain.signals import SignalTarget
-from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy, Registration
+from perseus.service.domain.specification import (
+    Coordinates,
+    JobSpec,
+    OperatingPolicy,
+    Parallelism,
+    Registration,
+)
 from perseus.service.domain.stall import Stall, StockReason
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.v1 import job_pb2
@@ -235,6 +241,21 @@ class StoredJob:
     open_rows: tuple[IterationRows, ...]
     last_sequence: int
     latest_hour: EnergyHour | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ListedRun:
+    """The stored state of a job's latest run, for lists.
+
+    Attributes:
+        record: None if nothing is stored yet but that it is registered.
+        parallelism: None if the specification is too long to be read for a list.
+    """
+
+    job_id: str
+    run_number: int
+    record: JobRecord | None
+    parallelism: Parallelism | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from perseus.service.domain.messages import (
     time_to_proto,
 )
 from perseus.service.domain.model import JobState, RankState
-from perseus.service.domain.records import EndedRun, JobRecord, StoredJob
+from perseus.service.domain.records import EndedRun, JobRecord, ListedRun, StoredJob
 from perseus.service.domain.snapshot import RunSnapshot
 from perseus.service.domain.specification import BudgetTerms, Coordinates
 from perseus.service.domain.stall import MAX_CLOCK_STEP, Stall, next_step
@@ -91,6 +91,23 @@ def stored_job(
     shown.spec.CopyFrom(spec_to_proto(stored.spec))
     for straggler in record.stragglers:
         shown.stragglers.add(pipeline=straggler.pipeline, is_detected=straggler.is_detected)
+    return shown
+
+
+def listed_job(listed: ListedRun) -> job_pb2.Job:
+    """Return a job as another coordinator stores it: what lists show, but for what is measured."""
+    record = listed.record
+    shown = job_pb2.Job(job_id=listed.job_id, run_number=listed.run_number, state=NUMBERS[JobState.WAITING])
+    if listed.parallelism is not None:
+        shown.parallelism.CopyFrom(parallelism_to_proto(listed.parallelism))
+    if record is not None:
+        shown.state = NUMBERS[record.state]
+        shown.state_reason = _state_reason(record, record.stall)
+        shown.straggler_count = len(record.stragglers)
+        if record.state is JobState.STOCK:
+            shown.next_step = next_step(record.stock_reason, listed.job_id)
+        if record.budget_target_time_s is not None:
+            shown.budget_target_iteration_time_s = record.budget_target_time_s
     return shown
 
 

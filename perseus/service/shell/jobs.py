@@ -3,7 +3,7 @@
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -249,6 +249,14 @@ class Jobs:
                 machine.registrations.labels
             ):
                 yield job_id, self._live.job(run, is_full=is_full)
+
+    async def of_slots(
+        self, slots: Collection[int], limit: int
+    ) -> Mapping[int, tuple[list[job_pb2.Job], int]]:
+        """Return jobs of other coordinators' slots as these store them: up to `limit` of each slot,
+        unfinished ones first, and how many it has."""
+        found = await self._store.jobs_of_slots(slots, limit)
+        return {slot: (list(map(views.listed_job, listed)), count) for slot, (listed, count) in found.items()}
 
     async def runs(self, job_id: str, before: int, count: int) -> list[job_pb2.Job]:
         """Return up to `count` runs of a job, the latest first: those below `before`, all if that is LATEST.

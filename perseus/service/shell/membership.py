@@ -62,14 +62,14 @@ class FleetMember:
         self._tasks: list[asyncio.Task[None]] = []
         self._failures = RateLimitedLog(log)
 
-    async def join(self, address: str, place: str) -> None:
+    async def join(self, address: str, place: str, page_url: str) -> None:
         """Become a member, as `MemberRows.join`, and take part until `leave` or until the lease is lost.
 
         Raises:
             StoreFailedError: the database failed.
         """
         joined_s = self._monotonic()
-        await self._in_thread(partial(self._rows.join, address, place))
+        await self._in_thread(partial(self._rows.join, address, place, page_url))
         self._machine = Membership(self._rows.member_id, self._lease_s, joined_s)
         self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._work())]
         log.info("joined the fleet of this database", member_id=self._rows.member_id, address=address)

@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -27,10 +28,18 @@ from perseus.service.domain.model import (
 from perseus.service.domain.power import BudgetRecord
 from perseus.service.domain.records import JobRecord
 from perseus.service.domain.slot_power import Division, SlotPower
-from perseus.service.domain.specification import JobSpec, Registration
+from perseus.service.domain.specification import JobSpec, Parallelism, Registration
 from perseus.solver import Measurement
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecSize:
+    """What lists show of a specification."""
+
+    parallelism: Parallelism
+
 
 VERSION = 1
 """Version of the documents that are written here, and the only one that is read."""
@@ -140,6 +149,7 @@ def figures(field: str, values: Sequence[float]) -> Sequence[float]:
 
 
 SPEC: Json[JobSpec] = Json("spec", JobSpec)
+SPEC_SIZE: Json[SpecSize] = Json("spec", SpecSize)
 REGISTRATIONS: Json[tuple[Registration, ...]] = Json("registrations", tuple[Registration, ...])
 NO_REGISTRATIONS = REGISTRATIONS.dump(())
 RECORD: Json[JobRecord] = Json("record", JobRecord)

@@ -32,7 +32,8 @@ ran: while one does, no member joins, as it would write unfenced."""
 _MIGRATION_LOCK_LIMIT_MS = 10_000
 
 _JOIN = """
-INSERT INTO members VALUES (:me, :address, :place, extract(epoch FROM clock_timestamp()) + :lease_s)"""
+INSERT INTO members (member_id, address, place, expire_time_s, page_url)
+VALUES (:me, :address, :place, extract(epoch FROM clock_timestamp()) + :lease_s, :page_url)"""
 
 _RENEW = """
 UPDATE members SET expire_time_s = extract(epoch FROM clock_timestamp()) + :lease_s
@@ -101,14 +102,14 @@ class MemberRows:
             self.close()
             raise
 
-    def join(self, address: str, place: str) -> None:
-        """Become a member, who is reached at `address`.
+    def join(self, address: str, place: str, page_url: str = "") -> None:
+        """Become a member, who is reached at `address`, and its page at `page_url`.
 
         `place` identifies where it listens, if nobody else can listen there meanwhile: a member that did is
         gone, and needs no time to expire.
         """
         self._run("DELETE FROM members WHERE place = :place AND place <> ''", place=place)
-        self._run(_JOIN, address=address, place=place)
+        self._run(_JOIN, address=address, place=place, page_url=page_url)
 
     def renew(self) -> tuple[list[Member], list[Slot]] | None:
         """Renew the lease, delete expired members, and return all members and slots; None if it had
@@ -116,7 +117,7 @@ class MemberRows:
         if not self._run(_RENEW):
             return None
         self._run(_EVICT)
-        members = self._run("SELECT member_id, address FROM members ORDER BY member_id")
+        members = self._run("SELECT member_id, address, page_url FROM members ORDER BY member_id")
         slots = self._run("SELECT number, holder, lease_epoch FROM slots ORDER BY number")
         return [Member(*row) for row in members], [Slot(*row) for row in slots]
 

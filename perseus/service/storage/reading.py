@@ -4,12 +4,12 @@ An unreadable run doesn't keep others from being read: it is returned as an `Unr
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from google.protobuf.message import DecodeError
-from sqlalchemy import Column, Connection, Row, Table, and_, func, or_, select, text
+from sqlalchemy import Column, Connection, Row, Subquery, Table, and_, case, func, or_, select, text
 
 from perseus.service.domain.errors import InvalidFieldError, JobUnreadableError, cut
 from perseus.service.domain.measured import MAX_PERIODS, KnownProfile, Period, StageProfile
@@ -17,16 +17,27 @@ from perseus.service.domain.messages import time_to_proto
 from perseus.service.domain.model import ALL_EVENTS, EventFilter, PipelineOffer, Rank
 from perseus.service.domain.power import BudgetRecord, UnreadableBudget
 from perseus.service.domain.principals import Grant, Scope, Session, Token
-from perseus.service.domain.records import IterationRows, OfferRecord, Registrations, StoredJob, UnreadableJob
+from perseus.service.domain.records import (
+    IterationRows,
+    ListedRun,
+    OfferRecord,
+    Registrations,
+    StoredJob,
+    UnreadableJob,
+)
 from perseus.service.domain.slot_power import Division, KnownSlot
 from perseus.service.domain.snapshot import RunSnapshot
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.storage import codecs, ledger_rows, schema
+from perseus.service.storage.engines import enter
 from perseus.v1 import event_pb2, frontier_pb2, job_pb2, job_service_pb2
 
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, DecodeError)
 """Exceptions of reading any stored value (pydantic's errors are ValueErrors)."""
+
+_LISTED_SPEC = 16_384
+"""Characters of the longest specification that is read for a list: one that names its schedule is shorter."""
 
 _NOT_ARCHIVED = schema.runs.c.is_archived == 0
 
@@ -43,12 +54,44 @@ def standbys(connection: Connection) -> Mapping[str, int]:
     return {"synchronous": synchronous_count, "asynchronous": len(states) - synchronous_count}
 
 
+def jobs_of_slots(
+    connection: Connection, slots: Iterable[int], limit: int
+) -> Mapping[int, tuple[list[ListedRun], int]]:
+    """Return the jobs of other slots than the connection's, on PostgreSQL, as they are stored: up to `limit`
+    of each slot, unfinished ones first, and how many it has. Those that can't be read are left out."""
+    return {slot: _jobs_of_slot(connection, slot, limit) for slot in slots}
+
+
+def _jobs_of_slot(connection: Connection, slot: int, limit: int) -> tuple[list[ListedRun], int]:
+    enter(connection, slot, is_local=True)
+    runs, latest = schema.runs.c, _latest_runs()
+    short_spec = case((func.length(runs.spec) <= _LISTED_SPEC, runs.spec))
+    rows = connection.execute(
+        select(runs.job_id, runs.run_number, runs.record, short_spec, func.count().over())
+        .join(latest, (runs.job_id == latest.c.job_id) & (runs.run_number == latest.c.run_number))
+        .where(_NOT_ARCHIVED)
+        .order_by(runs.finish_time_s.is_not(None), runs.job_id)
+        .limit(limit)
+    ).all()
+    found = []
+    for job_id, run_number, record, spec, _ in rows:
+        with suppress(*_UNREADABLE):
+            parallelism = codecs.SPEC_SIZE.load(spec).parallelism if spec else None
+            found.append(
+                ListedRun(job_id, run_number, codecs.RECORD.load(record) if record else None, parallelism)
+            )
+    return found, rows[0][-1] if rows else 0
+
+
+def _latest_runs() -> Subquery:
+    runs = schema.runs.c
+    latest = select(runs.job_id, func.max(runs.run_number).label("run_number"))
+    return latest.group_by(runs.job_id).subquery()
+
+
 def load_jobs(connection: Connection) -> list[StoredJob | RunSnapshot | UnreadableJob]:
     """Return the latest run of every job, by identifier, unless it is archived."""
-    runs = schema.runs.c
-    latest = (
-        select(runs.job_id, func.max(runs.run_number).label("run_number")).group_by(runs.job_id).subquery()
-    )
+    runs, latest = schema.runs.c, _latest_runs()
     found = connection.execute(
         select(runs.job_id, runs.run_number)
         .join(latest, (runs.job_id == latest.c.job_id) & (runs.run_number == latest.c.run_number))

@@ -29,7 +29,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-HEAD = "v0006"
+HEAD = "v0007"
 """The latest migration, which names this schema."""
 
 # Ordered by bytes in both engines, as SQLite orders all texts.
@@ -245,13 +245,15 @@ budgets = _table(
 recordings = _table("recordings", *_run_columns(), _text("document"))
 
 # Coordinators that share the database, on PostgreSQL (`membership`). `expire_time_s` is of the server's
-# clock; `place` is where a member listens, empty if others may listen there too.
+# clock; `place` is where a member listens, empty if others may listen there too; `page_url` is empty if it is
+# unknown.
 members = _table(
     "members",
     Column("member_id", _KEY, primary_key=True),
     _text("address"),
     _text("place"),
     _figure("expire_time_s"),
+    Column("page_url", Text(), nullable=False, server_default=""),
 )
 
 # Who serves a slot of jobs, "" for nobody; `lease_epoch` rises with every holder, and never falls.

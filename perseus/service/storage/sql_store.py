@@ -57,6 +57,7 @@ class SqlStore:
 
     standbys = _read_method(reading.standbys)
     load_jobs = _read_method(reading.load_jobs)
+    jobs_of_slots = _read_method(reading.jobs_of_slots)
     load_ended_run = _read_method(reading.load_ended_run)
     ended_jobs = _read_method(reading.ended_jobs)
     ended_frontier = _read_method(reading.ended_frontier)

@@ -15,6 +15,7 @@ page_files  the page's files
 page_api    the page's requests
 json_text   messages as JSON
 single_flight_cache   expensive responses, made once for all readers
+other_slots  who serves which slot of a fleet, and the jobs of other slots
 rank_grid   all ranks of a job in columns
 event_stream   streams of server-sent events, each made once for all its readers
 event_sources  the sources of these streams: the list of jobs, one job

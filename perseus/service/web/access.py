@@ -12,9 +12,16 @@ from perseus.service.web.sessions import LIFETIME_S, Sessions
 
 
 class HttpAuthenticator:
-    """Authenticates requests. `certificates`: the grants of identities (common or alternative names)."""
+    """Authenticates requests.
 
-    def __init__(self, tokens: Tokens, certificates: Mapping[str, Grant]) -> None:
+    Args:
+        tokens: those that callers and logins have.
+        certificates: the grants of identities (common or alternative names).
+        slot: whose coordinator this is: a browser may be logged in at several coordinators of one host.
+    """
+
+    def __init__(self, tokens: Tokens, certificates: Mapping[str, Grant], slot: int = 0) -> None:
+        self._cookie = f"perseus-{slot}" if slot else "perseus"
         self.sessions = Sessions(tokens)
         self._tokens = tokens
         self._certificates = certificates
@@ -42,7 +49,7 @@ class HttpAuthenticator:
             if scheme.lower() != "bearer":
                 raise CredentialMissingError
             return self._tokens.authenticate(secret.strip())
-        if (session_id := request.cookies.get(cookie_name(request))) is not None:
+        if (session_id := self.session_id(request)) is not None:
             return self.sessions.find(session_id)
         transport = request.transport
         facts = (transport.get_extra_info("peercert") if transport is not None else None) or {}
@@ -51,30 +58,31 @@ class HttpAuthenticator:
                 return Principal(f"certificate {name}", grant)
         raise CredentialMissingError
 
+    def session_id(self, request: web.Request) -> str | None:
+        """Return the identifier in a session's cookie."""
+        return request.cookies.get(self._cookie_name(request))
 
-def cookie_name(request: web.Request) -> str:
-    """Return the cookie's name; over TLS, one that browsers accept only over TLS and from this very host."""
-    return "__Host-perseus" if request.secure else "perseus"
+    def set_cookie(self, request: web.Request, response: web.Response, session_id: str) -> None:
+        """Set a session's cookie: no script can read it, and other sites' requests don't carry it."""
+        response.set_cookie(
+            self._cookie_name(request),
+            session_id,
+            max_age=int(LIFETIME_S),
+            path="/",
+            httponly=True,
+            samesite="Strict",
+            secure=request.secure,
+        )
 
+    def drop_cookie(self, request: web.Request, response: web.Response) -> None:
+        """Delete a session's cookie."""
+        response.del_cookie(
+            self._cookie_name(request), path="/", httponly=True, samesite="Strict", secure=request.secure
+        )
 
-def set_cookie(request: web.Request, response: web.Response, session_id: str) -> None:
-    """Set a session's cookie: no script can read it, and other sites' requests don't carry it."""
-    response.set_cookie(
-        cookie_name(request),
-        session_id,
-        max_age=int(LIFETIME_S),
-        path="/",
-        httponly=True,
-        samesite="Strict",
-        secure=request.secure,
-    )
-
-
-def drop_cookie(request: web.Request, response: web.Response) -> None:
-    """Delete a session's cookie."""
-    response.del_cookie(
-        cookie_name(request), path="/", httponly=True, samesite="Strict", secure=request.secure
-    )
+    def _cookie_name(self, request: web.Request) -> str:
+        """Return the cookie's name; over TLS, one that browsers take over TLS and from this host only."""
+        return f"__Host-{self._cookie}" if request.secure else self._cookie
 
 
 def _common_names(facts: Mapping[str, tuple[tuple[tuple[str, str], ...], ...]]) -> list[str]:

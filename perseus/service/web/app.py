@@ -1,10 +1,13 @@
 """The HTTP application, put together: metrics, the page's files, and the page's requests."""
 
+import re
 from collections.abc import Mapping
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from perseus.service.api.rpc_scopes import READERS
+from perseus.service.domain.errors import ServedElsewhereError
+from perseus.service.domain.members import Fleet
 from perseus.service.web.access import HttpAuthenticator
 from perseus.service.web.errors import Handler, answer_errors
 from perseus.service.web.origin import Hosts
@@ -25,6 +28,9 @@ _HEADERS = {
 }
 
 _PAGE = "index.html"
+
+_SHOWN = re.compile(r"/(jobs/[^/]+)?")
+"""Paths that browsers are led on from by one that stands by; they keep what follows the '#'."""
 
 
 def make_app(
@@ -56,6 +62,31 @@ def make_app(
             raise web.HTTPNotFound
         return found.answer(request)
 
+    app = _new_app(hosts)
+    app.router.add_get("/metrics", metrics)
+    if page_api is not None:
+        app.router.add_get("/", file)
+        app.router.add_get("/static/{path:.+}", file)
+        page_api.add_to(app)
+    return app
+
+
+def make_standby_app(fleet: Fleet, hosts: Hosts) -> web.Application:
+    """Return the application of a coordinator that stands by: it leads browsers to a page that shows jobs,
+    and tells all other callers where that is."""
+
+    async def lead(request: web.Request) -> web.Response:
+        address, page_url = fleet.any_page()
+        if not page_url or request.method != "GET" or not _SHOWN.fullmatch(request.path):
+            raise ServedElsewhereError(address=address, page_url=page_url)
+        return web.Response(status=302, headers={hdrs.LOCATION: page_url + request.rel_url.raw_path})
+
+    app = _new_app(hosts)
+    app.router.add_route("*", "/{path:.*}", lead)
+    return app
+
+
+def _new_app(hosts: Hosts | None) -> web.Application:
     @web.middleware
     async def check_hosts(request: web.Request, handler: Handler) -> web.StreamResponse:
         if hosts is not None:
@@ -64,11 +95,6 @@ def make_app(
 
     app = web.Application(middlewares=[answer_errors, check_hosts], client_max_size=_MAX_REQUEST_BYTES)
     app.on_response_prepare.append(_add_headers)
-    app.router.add_get("/metrics", metrics)
-    if page_api is not None:
-        app.router.add_get("/", file)
-        app.router.add_get("/static/{path:.+}", file)
-        page_api.add_to(app)
     return app
 
 

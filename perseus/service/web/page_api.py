@@ -7,6 +7,8 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from urllib.parse import quote
 
 from aiohttp import hdrs, web
 
@@ -21,11 +23,12 @@ from perseus.service.domain.errors import (
 )
 from perseus.service.domain.principals import ANYBODY, Principal, Scope
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.web.access import HttpAuthenticator, cookie_name, drop_cookie, set_cookie
+from perseus.service.web.access import HttpAuthenticator
 from perseus.service.web.event_sources import JobList, JobUpdates
 from perseus.service.web.event_stream import EventSource, EventStreams
 from perseus.service.web.json_text import as_json, from_json, large_to_json
 from perseus.service.web.origin import check_origin
+from perseus.service.web.other_slots import overview
 from perseus.service.web.rank_grid import RankGrid
 from perseus.service.web.sessions import LoginRateLimiter
 from perseus.service.web.single_flight_cache import SingleFlightCache
@@ -74,6 +77,8 @@ class PageApi:
         app.router.add_post("/session", self._begin_session)
         app.router.add_delete("/session", self._end_session)
         app.router.add_post("/api/{service}/{method}", self._call)
+        app.router.add_get("/jobs/{job_id}", self._lead_to_job)
+        app.router.add_get("/api/fleet", self._show_fleet, allow_head=False)
         app.router.add_get("/api/watch/jobs", self._watch_jobs, allow_head=False)
         app.router.add_get("/api/watch/jobs/{job_id}", self._watch_job, allow_head=False)
         app.router.add_get("/api/ranks/{job_id}", self._ranks, allow_head=False)
@@ -96,16 +101,15 @@ class PageApi:
         self._login_rate_limiter.take(request.remote or "")
         session_id, principal = await self._access.sessions.begin(secret)
         response = self._session(principal)
-        set_cookie(request, response, session_id)
+        self._access.set_cookie(request, response, session_id)
         return response
 
     async def _end_session(self, request: web.Request) -> web.Response:
         check_origin(request, is_needed=True)
         response = web.Response(status=204)
-        session_id = request.cookies.get(cookie_name(request))
-        if session_id is not None and self._access is not None:
+        if self._access is not None and (session_id := self._access.session_id(request)) is not None:
             await self._access.sessions.end(session_id)
-            drop_cookie(request, response)
+            self._access.drop_cookie(request, response)
         return response
 
     def _asking(self, request: web.Request) -> Principal:
@@ -150,6 +154,21 @@ class PageApi:
             key = call.rpc, asked.SerializeToString(deterministic=True)
             return _json_answer(await self._answers.get(key, make))
         return _json_answer(await make())
+
+    async def _show_fleet(self, request: web.Request) -> web.Response:
+        self._check_reader(request)
+        fleet, jobs = self._coordinator.fleet, self._coordinator.jobs
+        key = tuple(fleet.members), tuple(fleet.slots)  # an answer outlives no takeover
+        return _json_answer(await self._answers.get(key, lambda: overview(fleet, jobs)))
+
+    async def _lead_to_job(self, request: web.Request) -> web.Response:
+        """Lead to a job on the page that shows it. Who is not logged in logs in here, and is led on then."""
+        job_id, page_url = request.match_info["job_id"], ""
+        with suppress(AuthenticationError):
+            self._check_reader(request)
+            page_url = self._coordinator.fleet.page_url(job_id)
+        place = f"{page_url or '..'}/#/jobs/{quote(job_id, safe='')}"
+        return web.Response(status=302, headers={hdrs.LOCATION: place})
 
     async def _ranks(self, request: web.Request) -> web.Response:
         self._check_reader(request)

@@ -28,8 +28,8 @@ class Rows:
         if not self.calls or self.calls[-1] != call:
             self.calls.append(call)
 
-    def join(self, address: str, place: str) -> None:
-        self._note(f"join {address} {place}")
+    def join(self, address: str, place: str, page_url: str) -> None:
+        self._note(f"join {address} {place} {page_url}")
 
     def renew(self) -> tuple[list[Member], list[Slot]] | None:
         self._note("renew")
@@ -49,7 +49,7 @@ class Rows:
 
 async def joined(rows: Rows) -> FleetMember:
     member = FleetMember(rows, LEASE_S)  # type: ignore[arg-type] # only these methods are called
-    await member.join("a:1", "here")
+    await member.join("a:1", "here", "http://a:2")
     return member
 
 
@@ -60,7 +60,7 @@ async def test_it_takes_a_free_slot_and_leaves_in_order() -> None:
     assert (member.fleet.served, member.fleet.addresses()) == (0, {0: "a:1"})
     await member.leave()
     assert member.ended.result() is None
-    assert rows.calls[:3] == ["join a:1 here", "renew", "take 0"]
+    assert rows.calls[:3] == ["join a:1 here http://a:2", "renew", "take 0"]
     assert rows.calls[-2:] == ["depart", "close"]
 
 
@@ -95,5 +95,5 @@ async def test_a_database_that_fails_at_once_keeps_it_from_joining() -> None:
     rows.is_failing = True
     member = FleetMember(rows, LEASE_S)  # type: ignore[arg-type] # as above
     with pytest.raises(StoreFailedError, match="it is away"):
-        await member.join("a:1", "")
+        await member.join("a:1", "", "")
     await member.leave()

@@ -2,11 +2,12 @@
 
 /** A call that was refused or not answered. `code` is gRPC's, or "OFFLINE" without an answer. */
 export class CallError extends Error {
-  constructor(code, reason, message) {
+  constructor(code, reason, message, metadata = {}) {
     super(message);
     this.name = "CallError";
     this.code = code;
     this.reason = reason;
+    this.metadata = metadata;
   }
 }
 
@@ -20,6 +21,11 @@ export const session = {
 /** One method of a service; request and response are the messages of protos/perseus/v1 as JSON. */
 export function call(service, method, request) {
   return send("POST", `api/${service}/${method}`, request);
+}
+
+/** The slots of the fleet: who serves each, and the jobs of all but this coordinator's. */
+export async function otherSlots() {
+  return (await send("GET", "api/fleet")).slots;
 }
 
 /** The ranks of a job in columns. */
@@ -60,6 +66,7 @@ async function send(method, path, body) {
     problem.code ?? `HTTP ${response.status}`,
     problem.reason ?? "",
     problem.message ?? `The coordinator answered ${response.status}.`,
+    problem.metadata,
   );
   if (response.status === 401 && path !== "session") document.dispatchEvent(new CustomEvent("session-ended"));
   throw error;

@@ -14,7 +14,7 @@ import { figure, nextStep } from "./panel.js";
 import { PeriodsPanel } from "./periods_panel.js";
 import { RanksPanel } from "./ranks_panel.js";
 import { TimelinePanel } from "./timeline_panel.js";
-import { jobState, layout, signalTarget, policy, profiling, profilingCost, rankCount } from "./words.js";
+import { jobLink, jobState, layout, signalTarget, policy, profiling, profilingCost, rankCount } from "./words.js";
 
 const SHOW_EVERY_MS = 250;
 const ASK_EVERY_MS = 1_000;
@@ -116,8 +116,15 @@ export class JobView {
       this._missing.hidden = true;
     } catch (error) {
       if (!(error instanceof CallError)) throw error;
-      if (error.code !== "NOT_FOUND") return error.code !== "OFFLINE";
-      setText(this._missing, `There is no job “${this._jobId}” on this coordinator.`);
+      const { address, page_url: pageUrl, slot } = error.metadata;
+      const isElsewhere = error.reason === "SERVED_ELSEWHERE";
+      if (error.code !== "NOT_FOUND" && !isElsewhere) return error.code !== "OFFLINE";
+      if (pageUrl) {
+        location.replace(jobLink(this._jobId, pageUrl));
+        return false;
+      }
+      const holder = address ? `the coordinator at ${address} serves; where its page is, is unknown` : "nobody serves at present";
+      setText(this._missing, isElsewhere ? `Job “${this._jobId}” belongs to slot ${slot}, which ${holder}.` : `There is no job “${this._jobId}”.`);
       this._missing.hidden = false;
       this._panels.hidden = true;
     }

@@ -77,7 +77,8 @@ export class LedgerView {
   }
 
   _show(wanted, { entries, total, next_page_token: more }) {
-    setText(this._when, periodWords(wanted));
+    const { slot, slot_count: slotCount } = this._app.session;
+    setText(this._when, periodWords(wanted) + (slotCount > 1 ? `; of the jobs of slot ${slot}` : ""));
     const isEmpty = entries.length === 0;
     this._empty.hidden = !isEmpty;
     this._content.hidden = isEmpty;

@@ -62,7 +62,7 @@ function enter(found, why = "") {
   }
   const leave = el("button", { type: "button", class: "quiet", onclick: logout }, "Log out");
   const name = el("span", { title: found.may_control ? "may control jobs" : "may only read" }, `${found.name} (${found.scope})`);
-  const slot = el("span", { title: `slot ${found.slot}; the pages of other coordinators show other jobs` }, `jobs of one of ${found.slot_count} slots`);
+  const slot = el("span", { title: "this coordinator serves one slot of the fleet's jobs" }, `slot ${found.slot} of ${found.slot_count}`);
   put(who, found.slot_count > 1 && slot, found.requires_login ? [name, leave] : el("span", { class: "unlocked" }, "no login required"));
   route(false);
 }

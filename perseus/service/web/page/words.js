@@ -58,6 +58,9 @@ export function rankCount({ pipeline_count = 0, stage_count = 0, tensor_count = 
   return pipeline_count * stage_count * tensor_count;
 }
 
+/** The address of a job's view, on the page of another coordinator if it is given. */
+export const jobLink = (jobId, pageUrl = "") => `${pageUrl && `${pageUrl}/`}#/jobs/${encodeURIComponent(jobId)}`;
+
 /** A job's operating policy. */
 export function policy(rule = {}) {
   if (rule.max_slowdown_percent !== undefined) return `at most ${rule.max_slowdown_percent} % slower than stock`;

@@ -122,7 +122,7 @@ async def test_a_hanging_gpu_does_not_block_the_others() -> None:
             hang.wait()
         return self_test.GpuFindings(uuid, (self_test.Finding("usable", True),))
 
-    hung, other = await self_test.all_gpu_findings(UUIDS[:2], find, timeout_s=0.2)
+    hung, other = await self_test.all_gpu_findings(UUIDS[:2], find, timeout_s=0.5)
     hang.set()
-    assert "expected the driver to answer within 0.2 s" in hung.findings[0].problem
+    assert "expected the driver to answer within 0.5 s" in hung.findings[0].problem
     assert other.is_usable

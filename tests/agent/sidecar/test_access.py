@@ -199,7 +199,7 @@ async def test_a_hanging_gpu_does_not_delay_claims_to_others(node: Path, tmp_pat
                 hang.wait()
             return self.use
 
-    checker, peer = AccessChecker(HungNode(node), tmp_path / "none", GpuExecutor(timeout_s=0.2)), ours()
+    checker, peer = AccessChecker(HungNode(node), tmp_path / "none", GpuExecutor(timeout_s=0.5)), ours()
     user = user_of(peer.uid)
     hung = [asyncio.create_task(checker.judge(peer, user, "GPU-hung", None)) for _ in range(4)]
     await asyncio.sleep(0)

@@ -89,7 +89,7 @@ class Agent:
 @pytest.fixture
 async def coordinators(start: Start) -> list[CoordinatorStub]:
     """Two of a fleet, by slot."""
-    inboxes = [Inbox(slot=slot, slot_count=2, lease_s=0.9) for slot in range(2)]
+    inboxes = [Inbox(slot=slot, slot_count=2) for slot in range(2)]
     found = [await start(inbox) for inbox in inboxes]
     for inbox in inboxes:
         inbox.addresses |= {slot: address(each) for slot, each in enumerate(found)}

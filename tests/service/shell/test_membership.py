@@ -8,7 +8,7 @@ from perseus.service.domain.errors import LeaseLostError, StoreFailedError
 from perseus.service.domain.members import Member, Slot
 from perseus.service.shell.membership import FleetMember
 
-LEASE_S = 0.6
+LEASE_S = 30.0
 
 
 class Rows:
@@ -47,8 +47,8 @@ class Rows:
         self.calls.append("close")
 
 
-async def joined(rows: Rows) -> FleetMember:
-    member = FleetMember(rows, LEASE_S)  # type: ignore[arg-type] # only these methods are called
+async def joined(rows: Rows, lease_s: float = LEASE_S) -> FleetMember:
+    member = FleetMember(rows, lease_s)  # type: ignore[arg-type] # only these methods are called
     await member.join("a:1", "here", "http://a:2")
     return member
 
@@ -80,7 +80,7 @@ async def test_it_stands_by_and_knows_who_serves() -> None:
 @pytest.mark.parametrize("is_failing", [True, False])
 async def test_it_ends_when_the_lease_is_not_renewed_or_another_has_the_slot(is_failing: bool) -> None:
     rows = Rows(Slot(0, "", 4))
-    member = await joined(rows)
+    member = await joined(rows, lease_s=1.5)
     await asyncio.wait_for(member.taken, 5)
     rows.is_failing = is_failing
     rows.slot = Slot(0, "b", 6)

@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 
 import psycopg
 import pytest
@@ -119,7 +120,7 @@ def corrupt(path: Path) -> None:
     with path.open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(size // 4)
-        file.write(os.urandom(size // 2))
+        file.write(Random(0).randbytes(size // 2))
 
 
 async def test_a_corrupt_file_ends_the_store(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 10.0
 """Time for objects to end by themselves, even on a busy machine."""
 
 _OPEN_FILES = "/proc/self/fd"

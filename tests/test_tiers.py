@@ -6,7 +6,7 @@ import pytest
 
 LIMITS = """
 from tests import leaks, tiers
-leaks.PATIENCE_S, tiers.MAX_CPU_S, tiers.MAX_CLOCK_S = 0.2, 0.5, 1.0
+leaks.TIMEOUT_S, tiers.MAX_CPU_S, tiers.MAX_CLOCK_S = 0.2, 0.5, 1.0
 """
 
 TESTS = """

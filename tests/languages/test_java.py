@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+from perseus.job_id import slot_of
 from tests.languages.newer import newer_ends
 from tests.languages.processes import ClientProcess, CoordinatorProcess, check_story
+from tests.service.storage import postgresql
 
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(__file__).parent / "java"
@@ -47,6 +50,7 @@ def classpath(tmp_path_factory: pytest.TempPathFactory) -> str:
     standard = folder / "standard.binpb"
     standard.write_bytes(standard_services())
     generate(standard, folder / "standard")
+    generate(SOURCES / "rpc", folder / "rpc")
     sources = [str(path) for path in (*folder.rglob("*.java"), *SOURCES.glob("*.java"))]
     path = ":".join(map(str, CLASSPATH))
     subprocess.run(["javac", "-nowarn", "-d", str(classes), "-cp", path, *sources], check=True)
@@ -102,3 +106,24 @@ async def test_unknown_fields_and_messages_are_ignored(classpath: str, tmp_path:
     assert printed.count("refused an unknown message") == 1
     assert printed.count("message refused: UNKNOWN_MESSAGE") == 1
     assert "stream ended" not in printed
+
+
+@pytest.mark.skipif(bool(postgresql.MISSING), reason=str(postgresql.MISSING))
+def test_a_job_is_followed_to_the_coordinator_of_its_slot(classpath: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        database = stack.enter_context(postgresql.running()).new_database()
+        coordinators = []
+        for slot in range(2):  # the first takes the first
+            (tmp_path / str(slot)).mkdir()
+            made = CoordinatorProcess(tmp_path / str(slot), has_tls=False, database=database, slot_count=2)
+            coordinators.append(stack.enter_context(made))
+        own = slot_of("story", 2)
+        with start(classpath, coordinators[1 - own].address, tmp_path) as client:
+            client.wait_for("planned: ")
+            assert "SERVED_ELSEWHERE" not in client.text, "the registration was followed already"
+            coordinators[own].kill()  # a rank is then announced, and refused, where the other slot is served
+            coordinators[own].start()
+            printed = client.wait()
+            check_story(coordinators[own], "story")
+    assert "rank refused: SERVED_ELSEWHERE" in printed
+    assert "job JOB_STATE_FINISHED" in printed

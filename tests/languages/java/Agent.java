@@ -1,4 +1,3 @@
-import io.grpc.ManagedChannel;
 import io.grpc.Status;
 import io.grpc.stub.StreamObserver;
 import java.util.ArrayDeque;
@@ -20,6 +19,7 @@ import perseus.v1.PlanOffer;
 import perseus.v1.RankCoordinates;
 import perseus.v1.RankLeft;
 import perseus.v1.RankLeftReason;
+import perseus.v1.RankRefused;
 import perseus.v1.TelemetryBatch;
 import perseus.v1.Welcome;
 
@@ -28,6 +28,7 @@ final class Agent implements StreamObserver<ConnectResponse> {
     private static final int PROTOCOL_VERSION = 1;
 
     private final String instanceId = UUID.randomUUID().toString();
+    private final Coordinator coordinator;
     private final AgentServiceGrpc.AgentServiceStub stub;
     private final List<ServedRank> ranks;
     private final ScheduledExecutorService timer = Executors.newSingleThreadScheduledExecutor();
@@ -40,9 +41,12 @@ final class Agent implements StreamObserver<ConnectResponse> {
     // The very first offer is deliberately answered too late.
     private PlanOffer late;
     private boolean wasLate;
+    // The refusal of a rank whose job is served elsewhere: the stream ends, and follows it.
+    private RankRefused elsewhere;
 
-    Agent(ManagedChannel channel, List<ServedRank> ranks) {
-        this.stub = AgentServiceGrpc.newStub(channel);
+    Agent(Coordinator coordinator, List<ServedRank> ranks) {
+        this.coordinator = coordinator;
+        this.stub = AgentServiceGrpc.newStub(coordinator);
         this.ranks = ranks;
     }
 
@@ -109,9 +113,15 @@ final class Agent implements StreamObserver<ConnectResponse> {
                 rank(accepted.getRank()).accept(accepted.getOrder().getComputationsList());
             }
             case RANK_REFUSED -> {
-                Client.say("rank refused: " + response.getRankRefused().getReason());
-                ServedRank refused = rank(response.getRankRefused().getRank());
-                timer.schedule(() -> join(refused), 1, TimeUnit.SECONDS);
+                RankRefused refused = response.getRankRefused();
+                Client.say("rank refused: " + refused.getReason());
+                if (!refused.getReason().equals("SERVED_ELSEWHERE")) {
+                    timer.schedule(() -> join(rank(refused.getRank())), 1, TimeUnit.SECONDS);
+                } else if (elsewhere == null) {
+                    elsewhere = refused;
+                    isWelcome = false;
+                    requests.onError(Status.CANCELLED.asException());
+                }
             }
             case PLAN_OFFER -> {
                 if (wasLate) {
@@ -138,20 +148,24 @@ final class Agent implements StreamObserver<ConnectResponse> {
 
     @Override
     public void onError(Throwable error) {
-        ended(Status.fromThrowable(error).toString());
+        ended(Status.fromThrowable(error).toString(), error);
     }
 
     @Override
     public void onCompleted() {
-        ended("OK");
+        ended("OK", null);
     }
 
-    private synchronized void ended(String how) {
+    private synchronized void ended(String how, Throwable error) {
         isWelcome = false;
         ranks.forEach(rank -> rank.isAccepted = false);
         if (!isClosing) {
             Client.say("stream ended: " + how);
-            timer.schedule(this::connect, (long) (500 * Math.random()), TimeUnit.MILLISECONDS);
+            boolean isFollowed = elsewhere != null
+                    ? coordinator.follow(elsewhere.getReason(), elsewhere.getMetadataMap())
+                    : coordinator.follow(error);
+            elsewhere = null;
+            timer.schedule(this::connect, isFollowed ? 0 : (long) (500 * Math.random()), TimeUnit.MILLISECONDS);
         }
     }
 

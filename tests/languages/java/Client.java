@@ -1,5 +1,3 @@
-import io.grpc.ManagedChannel;
-import io.grpc.ManagedChannelBuilder;
 import io.grpc.health.v1.HealthCheckRequest;
 import io.grpc.health.v1.HealthGrpc;
 import io.grpc.reflection.v1alpha.ServerReflectionGrpc;
@@ -41,7 +39,7 @@ final class Client {
     private static final double SLOWDOWN = 1.25;
     private static final long PATIENCE_S = 60;
 
-    private final ManagedChannel channel;
+    private final Coordinator coordinator;
     private final String jobId;
     private final double speed;
     private final JobServiceGrpc.JobServiceBlockingStub jobs;
@@ -51,11 +49,11 @@ final class Client {
     private final CompletableFuture<JobState> ended = new CompletableFuture<>();
     private JobState state;
 
-    private Client(ManagedChannel channel, String jobId, double speed) {
-        this.channel = channel;
+    private Client(Coordinator coordinator, String jobId, double speed) {
+        this.coordinator = coordinator;
         this.jobId = jobId;
         this.speed = speed;
-        jobs = JobServiceGrpc.newBlockingStub(channel);
+        jobs = JobServiceGrpc.newBlockingStub(coordinator);
         for (int pipeline = 0; pipeline < 2; pipeline++) {
             pipelines.add(List.of(rank(pipeline, 0), rank(pipeline, 1)));
         }
@@ -67,9 +65,9 @@ final class Client {
             error.printStackTrace();
             System.exit(1);
         });
-        var channel = ManagedChannelBuilder.forTarget(arguments[0]).usePlaintext().build();
-        new Client(channel, arguments[1], Double.parseDouble(arguments[2])).run();
-        channel.shutdownNow().awaitTermination(5, TimeUnit.SECONDS);
+        var coordinator = new Coordinator(arguments[0]);
+        new Client(coordinator, arguments[1], Double.parseDouble(arguments[2])).run();
+        coordinator.close();
     }
 
     static void say(String line) {
@@ -77,15 +75,15 @@ final class Client {
     }
 
     private void run() throws Exception {
-        var health = HealthGrpc.newBlockingStub(channel).withDeadlineAfter(5, TimeUnit.SECONDS);
+        var health = HealthGrpc.newBlockingStub(coordinator).withDeadlineAfter(5, TimeUnit.SECONDS);
         var request = HealthCheckRequest.newBuilder().setService("perseus.v1.AgentService").build();
         say("serving: " + health.check(request).getStatus());
         say("services: " + String.join(" ", services()));
 
-        jobs.withDeadlineAfter(5, TimeUnit.SECONDS).registerJob(registration());
-        JobServiceGrpc.newStub(channel)
-                .watchJob(WatchJobRequest.newBuilder().setJobId(jobId).build(), new Watch());
-        var agent = new Agent(channel, pipelines.stream().flatMap(List::stream).toList());
+        RegisterJobRequest registration = registration();
+        coordinator.call(() -> jobs().registerJob(registration));
+        watch();
+        var agent = new Agent(coordinator, pipelines.stream().flatMap(List::stream).toList());
         agent.connect();
         while (!agent.areAllAccepted()) {
             Thread.sleep(10);
@@ -108,19 +106,18 @@ final class Client {
         double limitS = 1.02 * fastestS;
         long since = lastSequence();
         training.slow(SLOW, SLOWDOWN);
-        jobs.withDeadlineAfter(5, TimeUnit.SECONDS)
-                .reportStraggler(ReportStragglerRequest.newBuilder()
-                        .setJobId(jobId)
-                        .setPipeline(SLOW)
-                        .setSlowdownFactor(SLOWDOWN)
-                        .build());
+        var report = ReportStragglerRequest.newBuilder()
+                .setJobId(jobId)
+                .setPipeline(SLOW)
+                .setSlowdownFactor(SLOWDOWN)
+                .build();
+        coordinator.call(() -> jobs().reportStraggler(report));
         say("answered: " + awaitPlan(since, 0, plan -> plan.getIterationTimeS() > limitS).getIterationTimeS());
 
         since = lastSequence();
         training.slow(SLOW, 1);
-        jobs.withDeadlineAfter(5, TimeUnit.SECONDS)
-                .clearStraggler(
-                        ClearStragglerRequest.newBuilder().setJobId(jobId).setPipeline(SLOW).build());
+        var clear = ClearStragglerRequest.newBuilder().setJobId(jobId).setPipeline(SLOW).build();
+        coordinator.call(() -> jobs().clearStraggler(clear));
         awaitPlan(since, 0, plan -> plan.getIterationTimeS() < limitS);
         say("recovered");
 
@@ -129,11 +126,20 @@ final class Client {
         while (!agent.isAllAcknowledged()) {
             Thread.sleep(10);
         }
-        var report = jobs.withDeadlineAfter(5, TimeUnit.SECONDS)
-                .getReport(GetReportRequest.newBuilder().setJobId(jobId).build());
-        say("report: " + report.getPeriodsCount() + " periods");
+        var wanted = GetReportRequest.newBuilder().setJobId(jobId).build();
+        say("report: " + coordinator.call(() -> jobs().getReport(wanted)).getPeriodsCount() + " periods");
         agent.close();
         say("job " + ended.get(PATIENCE_S, TimeUnit.SECONDS));
+    }
+
+    private JobServiceGrpc.JobServiceBlockingStub jobs() {
+        return jobs.withDeadlineAfter(5, TimeUnit.SECONDS);
+    }
+
+    /** Follow the job from after its last event, until its run ends. */
+    private void watch() {
+        var request = WatchJobRequest.newBuilder().setJobId(jobId).setAfterSequence(lastSequence());
+        JobServiceGrpc.newStub(coordinator).watchJob(request.build(), new Watch());
     }
 
     private ServedRank rank(int pipeline, int stage) {
@@ -180,7 +186,7 @@ final class Client {
 
     private List<String> services() throws Exception {
         var names = new CompletableFuture<List<String>>();
-        var requests = ServerReflectionGrpc.newStub(channel).serverReflectionInfo(new StreamObserver<>() {
+        var requests = ServerReflectionGrpc.newStub(coordinator).serverReflectionInfo(new StreamObserver<>() {
             @Override
             public void onNext(ServerReflectionResponse response) {
                 var services = response.getListServicesResponse().getServiceList();
@@ -219,7 +225,8 @@ final class Client {
 
         @Override
         public void onError(Throwable error) {
-            ended.completeExceptionally(error);
+            long delayMs = coordinator.follow(error) ? 0 : 500;
+            CompletableFuture.delayedExecutor(delayMs, TimeUnit.MILLISECONDS).execute(Client.this::watch);
         }
 
         @Override
@@ -230,7 +237,7 @@ final class Client {
 
     private long lastSequence() {
         synchronized (events) {
-            return events.get(events.size() - 1).getSequence();
+            return events.isEmpty() ? 0 : events.get(events.size() - 1).getSequence();
         }
     }
 

@@ -138,7 +138,8 @@ class CoordinatorSettings(Rules, Limits, Retention, BaseSettings):
     advertise: Annotated[str | None, AfterValidator(_is_host_and_port)] = Field(
         default=None,
         description="HOST:PORT where agents and clients reach this coordinator, as others on the same "
-        "PostgreSQL database tell them; by default listen, unless that is every address.",
+        "PostgreSQL database tell them; by default listen, unless that is every address. "
+        "Where http is every address, the page has its host.",
     )
     member_lease_s: float = Field(
         default=15.0,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
 from perseus.metrics.readings import Readings
 from perseus.service.domain.principals import Grant, Scope
@@ -60,6 +60,14 @@ async def test_scopes(tokens: Tokens) -> None:
     assert (await answer(app(), {"Authorization": f"Bearer {operator}"}))[0] == 200
     await tokens.revoke("prometheus")
     assert (await answer(app(), {"Authorization": f"Bearer {reader}"}))[0] == 401
+
+
+async def test_a_browser_may_be_logged_in_at_several_slots_on_one_host(
+    tokens: Tokens,
+) -> None:
+    request = make_mocked_request("GET", "/", headers={"Cookie": "perseus=first; perseus-1=second"})
+    assert HttpAuthenticator(tokens, {}).session_id(request) == "first"
+    assert HttpAuthenticator(tokens, {}, slot=1).session_id(request) == "second"
 
 
 async def test_no_authentication_is_needed_on_loopback() -> None:

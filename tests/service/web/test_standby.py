@@ -1,4 +1,4 @@
-"""A coordinator that stands by leads browsers to a page that shows jobs, and tells programs where that is."""
+"""A coordinator that stands by leads browsers to a page that shows jobs, and names it to programs."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ MEMBERS = [Member("me", "me:1", "http://me:2"), Member("a", "a:1"), Member("b", 
 SLOTS = [Slot(0, "a", 1), Slot(1, "b", 1)]
 
 
-async def test_browsers_are_led_on_and_others_told(tmp_path: Path) -> None:
+async def test_browsers_are_led_on_and_programs_refused(tmp_path: Path) -> None:
     fleet = Fleet("me", None, MEMBERS, SLOTS)
     async with (
         listening(make_standby_app(fleet, Hosts()), bind("127.0.0.1:0"), None, 0.0) as url,
@@ -25,12 +25,12 @@ async def test_browsers_are_led_on_and_others_told(tmp_path: Path) -> None:
             async with session.get(f"{url}{path}", allow_redirects=False) as answer:
                 assert (answer.status, answer.headers["Location"]) == (302, f"http://b:2{path}")
         for method, path in (("GET", "/metrics"), ("POST", "/"), ("GET", "/api/watch/jobs"), ("GET", "//c")):
-            told = await ask(session, method, f"{url}{path}")
-            assert (told.status, told.json["reason"]) == (503, "SERVED_ELSEWHERE")
-            assert told.json["metadata"] == {"address": "b:1", "page_url": "http://b:2"}
+            refused = await ask(session, method, f"{url}{path}")
+            assert (refused.status, refused.json["reason"]) == (503, "SERVED_ELSEWHERE")
+            assert refused.json["metadata"] == {"address": "b:1", "page_url": "http://b:2"}
         fleet.members = MEMBERS[:2]
-        told = await ask(session, "GET", f"{url}/")
-        assert (told.status, told.json["metadata"]) == (503, {"address": "a:1"})
+        refused = await ask(session, "GET", f"{url}/")
+        assert (refused.status, refused.json["metadata"]) == (503, {"address": "a:1"})
         assert (await ask(session, "GET", f"{url}/", headers={"Host": "evil.example"})).status == 403
 
 

@@ -9,9 +9,10 @@ const ASK_EVERY_MS = 2_000;
 const COLUMNS = ["feed", "limit", "power cap", "judged mean", "drawn", "under plans", "others", "limit kept", "slowed jobs"];
 
 export class Feeds {
-  constructor() {
+  /** Slot 0's coordinator knows feeds whole, others their shares of them. */
+  constructor({ slot }) {
     this._rows = el("tbody", { role: "rowgroup" });
-    const headers = COLUMNS.map((name, at) => el("th", { scope: "col", role: "columnheader", class: at > 0 && at < 7 ? "number" : false }, name));
+    const headers = COLUMNS.map((name, at) => el("th", { scope: "col", role: "columnheader", class: at > 0 && at < 7 ? "number" : false }, at === 0 && slot ? `feed, share of slot ${slot}` : name));
     this.element = cardTable("Feeds with a limit", headers, this._rows);
     this.element.hidden = true;
     this._isClosed = false;

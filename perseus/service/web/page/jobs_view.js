@@ -36,7 +36,7 @@ export class JobsView {
     this._headers = COLUMNS.map((column) => this._header(column));
     this._table = cardTable("Table of jobs", this._headers, this._rows);
     this._empty = waiting("Waiting for the coordinator…");
-    this._feeds = new Feeds();
+    this._feeds = new Feeds(app.session);
     this.element = el(
       "div",
       {},

@@ -1,8 +1,13 @@
 """Forbidden behaviour of tests fails: run pytest on tests that show it, with shorter limits."""
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from tests import tiers
 
 LIMITS = """
 from tests import leaks, tiers
@@ -140,3 +145,11 @@ def test_a_slow_test_has_a_reason(run: pytest.Pytester, marker: str) -> None:
     run.makepyfile(f"import pytest\n@pytest.mark.{marker}\ndef test_it(): pass")
     result = run.runpytest_inprocess("-p", "tests.tiers")
     result.stderr.fnmatch_lines(['*expected slow("why"), found slow*'])
+
+
+def test_the_processor_time_of_children_counts_before_they_end() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        before_s = tiers._living_children_s()
+        while tiers._living_children_s() <= before_s:
+            time.sleep(0.01)
+        child.kill()

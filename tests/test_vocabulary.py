@@ -34,7 +34,6 @@ REPLACED = {
     "vitals": "counters",
     "wish": "desired state",
 }
-PLURALS = re.compile(r"(?<=[a-z])s\b")
 WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 EXEMPT = ("CHANGELOG.md", "docs/glossary.md", "tests/test_vocabulary.py", "perseus/service/web/page/vendor/")
@@ -43,7 +42,8 @@ ENDINGS = (".py", ".proto", ".js", ".html", ".md", ".toml", ".yml", ".yaml", ".s
 
 def words(text: str) -> str:
     """The words of a text and of its identifiers, in lower case and singular, with single spaces."""
-    return " " + " ".join(PLURALS.sub("", word.lower()) for word in WORDS.findall(text)) + " "
+    found = (word.lower() for word in WORDS.findall(text))
+    return " " + " ".join(word[:-1] if word[-1] == "s" and len(word) > 1 else word for word in found) + " "
 
 
 def files() -> list[Path]:

@@ -181,6 +181,7 @@ def test_a_database_with_members_is_not_exported(fleet: Fleet) -> None:
     assert '"members"' not in file.getvalue()
 
 
+@pytest.mark.slow("three slots' tables are made and checked on a server")
 async def test_slots_have_tables_of_their_own_and_share_those_of_the_fleet(fleet: Fleet) -> None:
     members = [await asyncio.to_thread(fleet.join, slots=3) for _ in range(3)]
     stores = []

@@ -1,7 +1,7 @@
 """Agents at the level of the wire: they join, follow offers, report, resend, reconnect, and check messages.
 
 Agents record the coordinator's errors in `Findings`: a retracted acknowledgement, a version with two plans, a
-decreasing version, and any refusal.
+decreasing version, and any refusal. `Job` adds iterations under offers of two holders.
 """
 
 import asyncio
@@ -94,8 +94,8 @@ class Rank:
         self.clocks: tuple[int, ...] = (0,)
         self.since = 0
         self.pending: pb.PlanOffer | None = None
-        self.history: list[tuple[int, int]] = [(0, 0)]
-        """First iteration under each version that was in force."""
+        self.history: list[tuple[int, int, int]] = [(0, 0, 0)]
+        """First iteration, version and lease epoch of each offer that was in force."""
         self._highest_version: dict[str, int] = {}
         """By epoch."""
         self._clocks_of: dict[tuple[str, int], bytes] = {}
@@ -129,7 +129,7 @@ class Rank:
             return None
         self.pending = None
         self.epoch, self.version, self.since = offer.epoch, offer.version, iteration
-        self.history.append((iteration, offer.version))
+        self.history.append((iteration, offer.version, offer.lease_epoch))
         self.clocks = _clocks(offer)
         in_force = pb.PlanInForce(
             job_id=self.job_id,

@@ -150,7 +150,7 @@ class GrpcStream(asyncio.Protocol):
     def _take_data(self, payload: bytes) -> None:
         message = self._message + payload if self._message else payload
         at, size = 0, len(message)
-        while size - at >= _PREFIX:
+        while self._ended is not None and size - at >= _PREFIX:
             end = at + _PREFIX + int.from_bytes(message[at + 1 : at + _PREFIX])
             if size < end:
                 break

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -76,6 +76,7 @@ class Job:
 
     def __init__(self, task: JobTask, findings: Findings) -> None:
         self.task = task
+        self._findings = findings
         bodies = Bodies(one_forward_one_backward(task.stage_count, task.microbatch_count))
         self.ranks = [
             Rank(task.job_id, wire.Place(pipeline, stage))
@@ -154,7 +155,11 @@ class Job:
         return (await jobs.GetJob(request, timeout=_CALL_TIMEOUT_S, wait_for_ready=True)).job
 
     async def finish(self, jobs: Jobs) -> None:
-        """Let all ranks leave, and end the job."""
+        """Let all ranks leave, and end the job; look back at whose offers it has followed."""
+        for pipeline in range(self.task.pipeline_count):
+            own = {rank.place.stage: rank.history for rank in self.ranks if rank.place.pipeline == pipeline}
+            for found in outdated_offers(own):
+                self._findings.add("two holders", f"{self.task.job_id}, pipeline {pipeline}: {found}")
         for agent in self.agents:
             agent.leave()
         request = job_service_pb2.FinishJobRequest(job_id=self.task.job_id)
@@ -238,7 +243,7 @@ class Job:
         count = min(agent.iteration for agent in self.agents)
         versions = np.zeros((max(0, count), len(self.ranks)), np.int64)
         for index, rank in enumerate(self.ranks):
-            for first, version in rank.history:
+            for first, version, _ in rank.history:
                 versions[first:, index] = version
         return versions
 
@@ -310,6 +315,31 @@ def account(versions: NDArray[np.int64], periods: list[job_pb2.ReportPeriod], st
         error = abs(period.iteration_count * period.energy_j - energy_j) / max(energy_j, 1.0)
         found.energy_error = max(found.energy_error, error)
     found.outside = np.flatnonzero(is_counted & ~is_inside).tolist()
+    return found
+
+
+def outdated_offers(histories: Mapping[int, Sequence[tuple[int, int, int]]]) -> list[str]:
+    """Return where a rank of a pipeline took up an older holder's offer beside or after a newer holder's.
+
+    Histories are `Rank.history` by stage. The same version from both is the same stored offer, sent again. A
+    rank that a newer plan leaves as it is takes up nothing, and may be under an older holder's offer.
+    """
+    found = []
+    newest = (0, 0, 0)
+    taken = (
+        (iteration, -lease_epoch, version, stage)
+        for stage, history in histories.items()
+        for iteration, version, lease_epoch in history
+        if lease_epoch
+    )
+    for iteration, negative, version, stage in sorted(taken):
+        own = (-negative, version, iteration)
+        if own[0] < newest[0] and version != newest[1]:
+            found.append(
+                f"stage {stage} takes up version {version} of lease epoch {own[0]} in iteration {iteration}, "
+                f"after version {newest[1]} of lease epoch {newest[0]} in iteration {newest[2]}"
+            )
+        newest = max(newest, own)
     return found
 
 

@@ -4,8 +4,9 @@ python -m tests.torture.fleet COUNT [--seed SEED]
 
 Each of two coordinators serves a slot of jobs, with one job in it, and a third stands by; each has a way of
 its own to the database. The agents of `benchmarks.load` record all messages: no acknowledged batch may be
-lost or counted twice, no version of clocks used twice, and no message may come with an older lease epoch than
-an earlier one. A job under its plan should keep it.
+lost or counted twice, no version of clocks used twice, no message may come with an older lease epoch than an
+earlier one, and no pipeline compute an iteration under offers of two holders. A job under its plan should
+keep it.
 """
 
 import argparse
@@ -262,8 +263,8 @@ def _settle(agents: Agents, job_id: str, count: int, outcome: Outcome) -> None:
     counts = agents.ask("counts", job_id=job_id)
     outcome.batch_count += counts["acknowledged"]
     outcome.version_count += counts["versions"]
-    outcome.problems += agents.ask("findings")["messages"]
     agents.ask("finish", job_id=job_id)
+    outcome.problems += agents.ask("findings")["messages"]
 
 
 def main(count: int, seed: int) -> None:

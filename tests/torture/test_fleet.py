@@ -8,8 +8,10 @@ import psycopg
 import pytest
 
 from benchmarks.coordinator_load import report_problems
-from benchmarks.load.agents import Agent, Bodies, Findings
+from benchmarks.load.agents import Agent, Bodies, Findings, Rank
 from benchmarks.load.control import Agents, CoordinatorProcess
+from benchmarks.load.job import outdated_offers
+from benchmarks.load.wire import Place
 from perseus.solver import one_forward_one_backward
 from perseus.v1 import agent_service_pb2 as pb
 from tests.event_log import logged
@@ -98,3 +100,31 @@ def test_an_older_lease_epoch_after_a_newer_is_found() -> None:
     for lease_epoch in (2, 2, 3, 2):
         agent._take_one(pb.ConnectResponse(rank_accepted=pb.RankAccepted(lease_epoch=lease_epoch)))
     assert findings.counts == {"lease epoch reversed": 1}
+
+
+def taken(*offers: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+    """Return a rank's history after offers of (start iteration, version, lease epoch)."""
+    rank = Rank("job", Place(0, 0))
+    for start, version, lease_epoch in offers:
+        rank.pending = pb.PlanOffer(start_iteration=start, version=version, lease_epoch=lease_epoch)
+        rank.begin(start)
+    return rank.history
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [
+        ([(3, 1, 1), (9, 2, 2)], [(3, 1, 1), (9, 2, 2)], ""),
+        ([(3, 1, 1), (9, 2, 2)], [(3, 1, 1)], ""),  # the newer plan leaves it as it is
+        ([(3, 1, 2)], [(3, 1, 1)], ""),  # the same offer, sent again to one of them
+        ([(9, 2, 2)], [(9, 3, 1)], "version 3 of lease epoch 1 in iteration 9"),
+        ([(3, 1, 1), (9, 2, 2)], [(3, 1, 1), (9, 2, 2), (12, 3, 1)], "version 3 of lease epoch 1"),
+        ([(3, 1, 1), (9, 3, 2)], [(3, 1, 1), (10, 2, 1)], "version 2 of lease epoch 1 in iteration 10"),
+    ],
+)
+def test_a_pipeline_under_offers_of_two_holders_is_found(
+    first: list[tuple[int, int, int]], second: list[tuple[int, int, int]], found: str
+) -> None:
+    problems = outdated_offers({0: taken(*first), 1: taken(*second)})
+    assert bool(problems) == bool(found)
+    assert found in "".join(problems)

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from benchmarks.load.http2 import GrpcStream
+from benchmarks.load.http2 import GrpcStream, frame
 
 PATH = "/test.Echo/Talk"
 
@@ -67,3 +67,17 @@ async def test_the_end_of_the_connection_is_reported() -> None:
     server.close()
     with pytest.raises(OSError, match=str(port)):
         await GrpcStream.open(f"127.0.0.1:{port}", PATH, lambda _: None, why.put_nowait)
+
+
+def test_a_dropped_connection_receives_nothing_more() -> None:
+    found: list[bytes] = []
+
+    def received(message: bytes) -> None:
+        found.append(message)
+        stream.abort()
+
+    stream = GrpcStream(PATH, "", received, pytest.fail)
+    message = b"\x00" + (1).to_bytes(4) + b"a"
+    stream.data_received(frame(0, 0, 1, 2 * message))
+    stream.data_received(frame(0, 0, 1, message))
+    assert found == [b"a"]

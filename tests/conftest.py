@@ -11,6 +11,9 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
+# Assertions of modules that tests share tell what they found, as those of tests do.
+pytest.register_assert_rewrite(*(f"tests.{each.stem}" for each in Path(__file__).parent.iterdir()))
+
 pytest_plugins = ["pytester", "tests.leaks", "tests.ports", "tests.tiers"]
 
 # Workers of pytest share the cores: BLAS threads would only wait for each other, which counts as CPU time.

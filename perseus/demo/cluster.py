@@ -23,7 +23,7 @@ from perseus.demo.trainer import STOP_FILE, evaluations_file
 from perseus.demo.workload import Workload
 from perseus.emulation.gpu import EmulatedGpu
 
-_START_TIMEOUT_S = 30.0
+_START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 15.0
 _POLL_S = 0.05
 

@@ -275,7 +275,9 @@ def _non_negative(clock_ramps: Floats, features: Floats, measured: Floats) -> Fl
     shape = clock_ramps.shape[1], features.shape[1]
     columns = (clock_ramps[:, :, None] * features[:, None, :]).reshape(len(measured), -1) / measured[:, None]
     gram = columns.T @ columns
-    diagonal = np.where(gram.diagonal() > 0, gram.diagonal(), 1.0)
+    # What hardly varies tells nothing, whatever it is divided by: its weight stays 0.
+    diagonal = gram.diagonal()
+    diagonal = np.where(diagonal > _TOLERANCE * diagonal.max(), diagonal, np.inf)
     weights = np.zeros(len(gram))
     gradient = -columns.sum(axis=0)
     for _ in range(_SWEEPS):

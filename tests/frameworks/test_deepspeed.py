@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow("trains for real, with the framework")
 FOUR_STAGES = Case("deepspeed_trainer", "1f1b", LIGHT, 1, 0.05, 0.1, microbatch_count=STEADY_MICROBATCHES)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_pipeline_engine(tmp_path: Path) -> None:
     async with real_run(FOUR_STAGES.workload, tmp_path / "logs", start(FOUR_STAGES, tmp_path)) as run:
         await run.until_planned()

@@ -21,7 +21,7 @@ REPLICAS = REGISTERED.format("2 pipelines × 1 stages"), 3, 13
 """What is registered, the least saving and the most slowdown, percent: replicas have a budget of 10."""
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "framework", "expected"),
     [

@@ -33,7 +33,7 @@ BY_TIMERS = Case(
 INTERLEAVED = Case("megatron_trainer", "interleaved", HALF_LIGHT, 2, 0.045, 0.09)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_1f1b_seen_by_timers(tmp_path: Path) -> None:
     async with real_run(BY_TIMERS.workload, tmp_path / "logs", start(BY_TIMERS, tmp_path)) as run:
         await run.until_planned()
@@ -43,7 +43,7 @@ async def test_1f1b_seen_by_timers(tmp_path: Path) -> None:
     keep(BY_TIMERS, "megatron-1f1b", 20, "Megatron-Core, 1F1B by timers", run.stock, plan, packages=MEGATRON)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_interleaved_1f1b(tmp_path: Path) -> None:
     async with real_run(INTERLEAVED.workload, tmp_path / "logs", start(INTERLEAVED, tmp_path)) as run:
         await run.until_planned()

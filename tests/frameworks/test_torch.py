@@ -58,7 +58,7 @@ STRAGGLER, SLOWDOWN = 1, 1.3
 BUDGET_PERCENT = 20
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_1f1b(tmp_path: Path) -> None:
     async with real_run(ONE_CHUNK.workload, tmp_path / "logs", start(ONE_CHUNK, tmp_path)) as run:
         await run.until_planned()
@@ -68,7 +68,7 @@ async def test_1f1b(tmp_path: Path) -> None:
     keep(ONE_CHUNK, "torch-1f1b", 10, "torch, 1F1B", run.stock, plan)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_interleaved_1f1b(tmp_path: Path) -> None:
     async with real_run(INTERLEAVED.workload, tmp_path / "logs", start(INTERLEAVED, tmp_path)) as run:
         await run.until_planned()
@@ -79,7 +79,7 @@ async def test_interleaved_1f1b(tmp_path: Path) -> None:
     keep(INTERLEAVED, "torch-interleaved", 11, "torch, interleaved 1F1B", run.stock, plan)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_zbv(tmp_path: Path) -> None:
     async with real_run(V_SHAPED.workload, tmp_path / "logs", start(V_SHAPED, tmp_path)) as run:
         await run.until_planned()
@@ -99,7 +99,7 @@ async def test_zbv(tmp_path: Path) -> None:
     keep(V_SHAPED, "torch-zbv", 12, "torch, ZBV", run.stock, plan)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("case", "name", "position", "title"),
     [
@@ -112,7 +112,7 @@ async def test_a_plan_is_reached(case: Case, name: str, position: int, title: st
     await check_case(case, name, position, title, tmp_path)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("case", "position", "title"),
     [
@@ -128,7 +128,7 @@ async def test_replicas_keep_a_slowdown_budget(case: Case, position: int, title:
     )
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_a_straggling_replica_is_detected_and_answered(tmp_path: Path) -> None:
     async with real_run(REPLICATED.workload, tmp_path / "logs", start(REPLICATED, tmp_path)) as run:
         await run.until_planned()
@@ -147,7 +147,7 @@ async def test_a_straggling_replica_is_detected_and_answered(tmp_path: Path) -> 
     answer.keep(REPLICATED, "torch-replicas-straggler", 14, "the same, a replica slowed by 30 %")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("case", "position", "title"),
     [
@@ -183,7 +183,7 @@ async def test_replicas_without_pipelines_keep_a_slowdown_budget_and_answer_a_st
     answer.keep(case, f"{name}-straggler", position + 1, slowed)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", SHORT, ids=lambda case: case.schedule)
 async def test_computations_much_shorter_than_the_counters_windows_are_planned(
     case: Case, tmp_path: Path

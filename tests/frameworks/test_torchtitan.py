@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow("trains for real, with the framework")
 ITERATIONS = 3
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 async def test_1f1b(tmp_path: Path) -> None:
     skip_unless_there(NEWEST_TORCH)
     case = Case(
@@ -44,7 +44,7 @@ async def test_1f1b(tmp_path: Path) -> None:
     check_losses(case, tmp_path)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("schedule", "folders"), [("1F1B", []), ("Interleaved1F1B", [NEWEST_TORCH])])
 def test_every_configured_schedule_is_attached(schedule: str, folders: list[str], tmp_path: Path) -> None:
     """The executed order is registered, the end detaches, losses are equal. 0.2 is installed, 0.3 beside."""

@@ -50,6 +50,15 @@ def test_more_work_and_lower_clocks_take_longer(
     assert np.all(higher >= powers - 1e-9)
 
 
+def test_context_of_no_account_tells_nothing() -> None:
+    steps = [
+        MeasuredStep(clock, tokens, 0, 1e-153 if (clock, tokens) == (201, 1) else 0.0, time_s, 5.0)
+        for clock, tokens, time_s in ((200, 2, 0.01), (200, 1, 0.02), (201, 2, 0.02), (201, 1, 0.02))
+    ]
+    fitted = fit_step_model(steps, 10.0)
+    assert np.all(fitted.time_s(1, 0, 1e5) == fitted.time_s(1, 0, 0))
+
+
 def test_fit_tells_prompts_from_decoding_tokens() -> None:
     slower = [
         replace(each, time_s=each.time_s + 1e-4 * each.decoding_count, energy_j=each.energy_j)

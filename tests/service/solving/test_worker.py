@@ -169,9 +169,12 @@ async def test_a_dead_worker_is_replaced(tmp_path: Path) -> None:
             await doomed
         assert died.value.is_of_its_work
         # Before it is ready: the error says that its work was not the cause.
+        worker.start()
+        unborn_task = asyncio.create_task(worker.ready())
+        await asyncio.sleep(0)  # it waits now, and sees the end
         kill()
         with pytest.raises(WorkerDiedError, match="SIGKILL") as unborn:
-            await worker.ready()
+            await unborn_task
         assert not unborn.value.is_of_its_work
         assert await worker.run(os.getpid) == worker.process_id
         # Cancelling the call kills the process.

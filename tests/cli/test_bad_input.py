@@ -282,6 +282,7 @@ def test_a_value_that_does_not_fit_is_quoted(arguments: list[str], found: str) -
     assert f"found {found}" in result.stderr
 
 
+@pytest.mark.slow("starts a coordinator as a process")
 def test_grpc_adds_no_line_of_its_own(tmp_path: Path) -> None:
     ended = call(
         *("coordinator", "--listen", f"unix:{tmp_path}", "--database", "a.db", "--log-level", "error"),

@@ -1,5 +1,7 @@
 """Another coordinator takes over, whatever ends one that serves. `make torture-fleet` ends more."""
 
+import os
+import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +19,7 @@ from perseus.v1 import agent_service_pb2 as pb
 from tests.event_log import logged
 from tests.ports import free_port
 from tests.service.storage import next_release, postgresql
-from tests.torture import fleet
+from tests.torture import fleet, unfenced
 from tests.torture.coordinator import FLAGS, STAGES
 from tests.torture.fleet import PERIOD_S, torture
 
@@ -85,6 +87,55 @@ def test_a_fleet_is_upgraded_one_by_one(tmp_path: Path) -> None:
         old.launch()
         assert old.wait() == 1
         assert f"expected schema {next_release.THIS}, found {next_release.NEXT}" in old.log.read_text()
+
+
+@pytest.mark.slow("coordinators without the fence serve agents at the same time")
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(bool(postgresql.MISSING), reason=str(postgresql.MISSING))
+def test_a_fence_that_is_not_checked_is_found(tmp_path: Path) -> None:
+    """One goes on after its lease, and acknowledges what the one that has taken over never reads."""
+    with postgresql.running() as server, ExitStack() as stack:
+        database = server.new_database()
+        made = []
+        for name in ("first", "second"):
+            (tmp_path / name).mkdir()
+            # A job that stays in its baseline has no events: two that write the same ones would soon fail.
+            flags = (*FLAGS, "--member-lease-s", str(MEMBER_LEASE_S), "--baseline-iterations", "1000")
+            each = CoordinatorProcess(
+                tmp_path / name, database, flags, is_pinned=False, module=unfenced.__name__
+            )
+            each.address = f"127.0.0.1:{free_port()}"
+            made.append(stack.enter_context(each))
+        first, second = made
+        first.start()
+        second.launch()
+        logged(second.log, "standing by")
+        agents = stack.enter_context(Agents(f"{first.address},{second.address}"))
+        agents.ask("find", job_id="job", limit_s=60.0)
+        agents.ask(
+            "add", job_id="job", pipeline_count=1, stage_count=STAGES, microbatch_count=4,
+            period_s=PERIOD_S, reconnect_within_s=0.3,
+        )  # fmt: skip
+
+        def until_acknowledged(count: int, *, by_another: bool) -> None:
+            wanted = agents.ask("counts", job_id="job")["acknowledged"] + count
+            ends_s = time.monotonic() + 60.0
+            while agents.ask("counts", job_id="job")["acknowledged"] < wanted:
+                assert time.monotonic() < ends_s, "expected acknowledgements"
+                if by_another:
+                    agents.ask("leave_silent")
+                time.sleep(0.1)
+
+        os.kill(first.pid, signal.SIGSTOP)
+        logged(second.log, "took over the jobs")
+        os.kill(first.pid, signal.SIGCONT)
+        until_acknowledged(40, by_another=False)
+        os.kill(first.pid, signal.SIGSTOP)
+        until_acknowledged(40, by_another=True)
+        agents.ask("find", job_id="job", limit_s=60.0)
+        agents.ask("rest", job_id="job", limit_s=60.0)
+        [problem] = report_problems(agents, "job", 1)
+        assert "the report of job does not agree" in problem
 
 
 def schema_in(database: str) -> str:

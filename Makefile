@@ -181,7 +181,7 @@ torture-coordinator: needs-grid
 	  --malformed $(MALFORMED)
 
 # End coordinators that share a PostgreSQL database, in every way, while agents train.
-FLEET_ROUNDS ?= 100
+FLEET_ROUNDS ?= 88
 torture-fleet: $(STAMP)
 	$(BIN)/python -m tests.torture.fleet $(FLEET_ROUNDS)
 

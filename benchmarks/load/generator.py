@@ -183,6 +183,10 @@ class Generator:
         self._nudges.add(task)
         task.add_done_callback(self._nudges.discard)
 
+    async def slow(self, job_id: str, factor: float) -> None:
+        """Report pipeline 0 slow, or no longer slow (factor 0), and wait for the answer."""
+        await self._jobs[job_id].set_straggler(self._stub, factor)
+
     async def back(self, since_s: float, limit_s: float) -> dict[str, Any]:
         """Wait until all agents are back on streams opened after a time of the monotonic clock."""
         agents = list(self._agents())

@@ -1,12 +1,14 @@
 """`make torture-fleet`: end coordinators that share a PostgreSQL database in every way, and check for losses.
 
-python -m tests.torture.fleet COUNT [--seed SEED]
+python -m tests.torture.fleet [COUNT] [--seed SEED]
 
-Each of two coordinators serves a slot of jobs, with one job in it, and a third stands by; each has a way of
-its own to the database. The agents of `benchmarks.load` record all messages: no acknowledged batch may be
-lost or counted twice, no version of clocks used twice, no message may come with an older lease epoch than an
-earlier one, and no pipeline compute an iteration under offers of two holders. A job under its plan should
-keep it.
+Each of two coordinators serves a slot with six jobs, and a third stands by; each has a way of its own to the
+database. The agents of five jobs are those of `benchmarks.load`, one process for each slot, which record all
+messages: no acknowledged batch may be lost or counted twice, no version of clocks used twice, no message may
+come with an older lease epoch than an earlier one, and no pipeline compute an iteration under offers of two
+holders. The sixth job's agent is `perseus agent`, with emulated GPUs, on which real processes train: no GPU
+may be at a foreign clock for longer than the lease of its rank once every coordinator is gone. A job under
+its plan should keep it.
 """
 
 import argparse
@@ -17,12 +19,14 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count as numbers
+from itertools import islice
 from pathlib import Path
 
+import psycopg
 from sqlalchemy.engine import make_url
 
 from benchmarks.coordinator_load import report_problems
@@ -31,31 +35,49 @@ from perseus.job_id import slot_of
 from tests.event_log import logged
 from tests.ports import free_port
 from tests.service.storage import postgresql
+from tests.small_jobs import small_job
 from tests.torture.coordinator import FLAGS, STAGES, check_by_command
 from tests.torture.cut import way_to
 from tests.torture.killed_postgresql import KilledServer
+from tests.torture.trainings import ForeignClocks, Training, training, watched
 
 COORDINATORS = 3
 SLOTS = 2
-JOBS = [next(job for job in map(str, numbers()) if slot_of(job, SLOTS) == slot) for slot in range(SLOTS)]
-"""A job of each slot."""
+LOADED = [
+    list(islice((job for job in map(str, numbers()) if slot_of(job, SLOTS) == slot), 5))
+    for slot in range(SLOTS)
+]
+"""By slot, the jobs of the load. In the first of each a straggler comes and goes, so its plan changes."""
+TRAINED = (small_job("third", 0.7, 1.0), small_job("first", 0.7, 1.0))
+"""By slot, the job with the product's own agent."""
 
-MEMBER_LEASE_S = 3.0
-PERIOD_S = 0.5
-_LIMIT_S = 60.0
-_FREEZE_S = MEMBER_LEASE_S * 1.5
+RANK_LEASE_S = 20.0
+MEMBER_LEASE_S = 8.0
+"""Shorter ones are lost on a busy machine, where a coordinator may wait for seconds."""
+PERIOD_S = 1.0
+_LIMIT_S = 120.0
+_FREEZE_S = MEMBER_LEASE_S * 1.25
 _MAX_DELAY_S = 2.0
+_CLOCKS_LIMIT_S = RANK_LEASE_S + MEMBER_LEASE_S
+"""A coordinator that is cut off from the database may serve for almost its own lease."""
 
 KINDS = {
-    "kill": 10,
-    "kill and restart": 3,
-    "freeze": 4,
-    "leave": 4,
-    "kill a standby": 2,
-    "cut off": 2,
-    "kill PostgreSQL": 1,
+    "kill": 35,
+    "kill and restart": 10,
+    "kill a standby": 5,
+    "freeze": 10,
+    "freeze in a transaction": 10,
+    "leave": 10,
+    "kill PostgreSQL": 5,
+    "cut off": 3,
 }
-"""How one of those that serve ends, with weights; and what else may happen."""
+"""How often what happens: among it 50 times SIGKILL, and 20 freezes beyond the lease."""
+COUNT = sum(KINDS.values())
+
+_IN_TRANSACTION = """
+SELECT 1 FROM pg_stat_activity JOIN slots ON application_name = 'perseus ' || holder
+WHERE number = %s AND backend_xid IS NOT NULL AND state = ANY(%s)"""
+"""Whether a slot's holder has a transaction open that has locked the slot's row."""
 
 
 @dataclass(slots=True)
@@ -65,16 +87,20 @@ class Outcome:
     Attributes:
         failover_s: by kind, from the end of a coordinator until all its agents were served by another.
         end_statuses: of coordinators that ended by themselves.
+        counts: how often each kind happened; a freeze that missed the transaction is a plain one.
         planned_count, kept_count: how many jobs were under their plan when it happened to their coordinator,
             and how many of them were offered nothing else.
     """
 
     failover_s: dict[str, list[float]] = field(default_factory=dict)
     end_statuses: Counter[int | None] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
     planned_count: int = 0
     kept_count: int = 0
     batch_count: int = 0
     version_count: int = 0
+    stock_after_s: float = 0.0
+    """From the loss of every coordinator until all GPUs were at stock."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -82,7 +108,11 @@ class Fleet:
     """Coordinators on one database."""
 
     def __init__(self, folder: Path, server: postgresql.Server, database: str, stack: ExitStack) -> None:
-        flags = (*FLAGS, "--member-lease-s", str(MEMBER_LEASE_S), "--slots", str(SLOTS))
+        flags = (
+            *(*FLAGS, "--lease-s", str(RANK_LEASE_S), "--profile-accuracy-percent", "2"),
+            *("--member-lease-s", str(MEMBER_LEASE_S), "--slots", str(SLOTS)),
+        )
+        self.database = database
         self.coordinators = []
         self.ways = []
         for number in range(COORDINATORS):
@@ -104,7 +134,8 @@ class Fleet:
                 each.launch()
 
     def wait_for_all(self) -> None:
-        """Wait until all serve or stand by, and every slot is served."""
+        """Start those that have ended, and wait until all serve or stand by, and every slot is served."""
+        self.launch_ended()
         ends_s = time.monotonic() + _LIMIT_S
         for each in self.coordinators:
             while not (each.is_listening() or '"standing by"' in each.log.read_text()):
@@ -131,67 +162,182 @@ class Fleet:
         raise AssertionError(f"expected a coordinator that serves slot {slot}, found {logs}")
 
 
+class Jobs:
+    """The jobs of one slot: their agents, and what is known of their plans."""
+
+    def __init__(self, slot: int, agents: Agents, trained: Training, clocks: ForeignClocks) -> None:
+        self.agents = agents
+        self.trained = trained
+        self._slot = slot
+        self._clocks = clocks
+
+    def add(self, target: str, pipeline_count: int) -> None:
+        """Start all jobs."""
+        for job_id in LOADED[self._slot]:
+            self.find()
+            self.agents.ask(
+                "add",
+                job_id=job_id,
+                slot=self._slot,
+                pipeline_count=pipeline_count,
+                stage_count=STAGES,
+                ranks_per_agent=STAGES,
+                microbatch_count=4,
+                period_s=PERIOD_S,
+                reconnect_within_s=0.3,
+            )
+        self.trained.start(target)
+
+    def find(self) -> None:
+        """Find the coordinator that serves them."""
+        self.agents.ask("find", job_id=LOADED[self._slot][0], limit_s=_LIMIT_S)
+
+    def plans(self, address: str) -> Mapping[str, object]:
+        """Return what tells the plans in force from others, by job: the versions that ranks were offered."""
+        self.find()
+        found: dict[str, object] = {
+            job_id: self.agents.ask("counts", job_id=job_id)["versions"]
+            for job_id in LOADED[self._slot][1:]
+            if self.agents.ask("state", job_id=job_id) == "JOB_STATE_PLANNED"
+        }
+        if (plan := self.trained.plan(address)) is not None:
+            found[self.trained.job_id] = plan
+        return found
+
+    def lose(self, since_s: float) -> None:
+        """Note that their coordinator is gone."""
+        self._clocks.lost(self._slot, since_s)
+
+    def come_back(self, fleet: Fleet, since_s: float) -> float:
+        """Wait until all agents are served; return the seconds that the load's took."""
+        back_s: float = self.agents.ask("back", since_s=since_s, limit_s=_LIMIT_S)["joined_s"]
+        ends_s = time.monotonic() + _LIMIT_S
+        while not self.trained.is_back(fleet.holder(self._slot).address):
+            assert time.monotonic() < ends_s, f"{self.trained.job_id} is not served again"
+            time.sleep(0.1)
+        self._clocks.served(self._slot)
+        return back_s
+
+    def settle(self, count: int, outcome: Outcome) -> None:
+        """Wait until the load's jobs are planned, compare all messages, and end the jobs."""
+        self.find()
+        for job_id in LOADED[self._slot]:
+            try:
+                self.agents.ask("planned", job_id=job_id, limit_s=2 * _LIMIT_S)
+            except GeneratorError as error:
+                outcome.problems.append(str(error))
+            self.agents.ask("rest", job_id=job_id, limit_s=_LIMIT_S)
+            outcome.problems += report_problems(self.agents, job_id, count)
+            counts = self.agents.ask("counts", job_id=job_id)
+            outcome.batch_count += counts["acknowledged"]
+            outcome.version_count += counts["versions"]
+            self.agents.ask("finish", job_id=job_id)
+        outcome.problems += self.agents.ask("findings")["messages"]
+
+
 def torture(
-    folder: Path, count: int, seed: int, *, pipeline_count: int = 4, kinds: Sequence[str] = ()
+    folder: Path, count: int, seed: int, *, pipeline_count: int = 2, kinds: Sequence[str] = ()
 ) -> Outcome:
-    """End coordinators `count` times, at random or by these kinds in turn, and check all messages."""
+    """End coordinators `count` times, in `KINDS`' shares or by these kinds, and check all messages."""
     chance, outcome = random.Random(seed), Outcome()
+    kinds = kinds or shuffled(count, chance)
     with postgresql.running() as server, ExitStack() as stack:
-        database = server.new_database()
-        fleet = Fleet(folder, server, database, stack)
-        fleet.launch_ended()
+        fleet = Fleet(folder, server, server.new_database(), stack)
         fleet.wait_for_all()
+        trainings = [
+            stack.enter_context(training(folder, workload, slot)) for slot, workload in enumerate(TRAINED)
+        ]
+        clocks = stack.enter_context(watched(trainings))
         with ExitStack() as loads:
-            agents = [loads.enter_context(Agents(fleet.target)) for _ in range(SLOTS)]
-            for slot, own in enumerate(agents):
-                own.ask("find", job_id=JOBS[slot], limit_s=_LIMIT_S)
-                own.ask(
-                    "add",
-                    job_id=JOBS[slot],
-                    slot=slot,
-                    pipeline_count=pipeline_count,
-                    stage_count=STAGES,
-                    microbatch_count=4,
-                    period_s=PERIOD_S,
-                    reconnect_within_s=0.3,
-                )
-            for number in range(count):
-                time.sleep(chance.uniform(0.0, _MAX_DELAY_S))
-                drawn = chance.choices(list(KINDS), list(KINDS.values()))[0]
-                kind = kinds[number % len(kinds)] if kinds else drawn
+            jobs = [
+                Jobs(slot, loads.enter_context(Agents(fleet.target)), trainings[slot], clocks)
+                for slot in range(SLOTS)
+            ]
+            for each in jobs:
+                each.add(fleet.target, pipeline_count)
+            for slot, own in enumerate(trainings):
+                _until_locked(own, fleet, slot)
+            for number, kind in enumerate(kinds):
                 slot = chance.randrange(SLOTS)
                 print(f"{number}: {kind}, slot {slot}", flush=True)
-                _strike(fleet, agents, slot, kind, KilledServer(server), chance, outcome)
-            for slot, own in enumerate(agents):
-                own.ask("find", job_id=JOBS[slot], limit_s=_LIMIT_S)
-                _settle(own, JOBS[slot], count, outcome)
-        fleet.wait_for_all()
-        for each in fleet.coordinators:
-            if (status := each.terminate()) != 0:
-                outcome.problems.append(f"SIGTERM: exit status {status}: {each.log.read_text()[-500:]}")
-        outcome.problems += check_by_command(database)
+                fleet.wait_for_all()
+                jobs[slot].find()
+                factor = chance.choice((0.0, chance.uniform(1.1, 1.6)))
+                jobs[slot].agents.ask("slow", job_id=LOADED[slot][0], factor=factor)
+                time.sleep(chance.uniform(0.0, _MAX_DELAY_S))
+                _strike(fleet, jobs, slot, kind, KilledServer(server), chance, outcome)
+            for each in jobs:
+                each.settle(count, outcome)
+        _lose_all(fleet, trainings, clocks, outcome)
+        for own in trainings:
+            own.stop()
+        for coordinator in fleet.coordinators:
+            if (status := coordinator.terminate()) != 0:
+                text = coordinator.log.read_text()[-500:]
+                outcome.problems.append(f"SIGTERM: exit status {status}: {text}")
+        outcome.problems += check_by_command(fleet.database)
     return outcome
+
+
+def shuffled(count: int, chance: random.Random) -> list[str]:
+    """Return so many kinds in `KINDS`' shares."""
+    all_kinds = [kind for kind, often in KINDS.items() for _ in range(often)]
+    kinds = [all_kinds[int((number + 0.5) * COUNT / count)] for number in range(count)]
+    chance.shuffle(kinds)
+    return kinds
+
+
+def _until_locked(trained: Training, fleet: Fleet, slot: int) -> None:
+    """Wait until a training is under its plan."""
+    ends_s = time.monotonic() + 2 * _LIMIT_S
+    while not (trained.is_back(address := fleet.holder(slot).address) and trained.plan(address)):
+        fleet.launch_ended()
+        assert time.monotonic() < ends_s, f"{trained.job_id} has no plan"
+        time.sleep(0.5)
+
+
+def _lose_all(fleet: Fleet, trainings: Sequence[Training], clocks: ForeignClocks, outcome: Outcome) -> None:
+    """Kill all coordinators at once for longer than a rank's lease, and start them again."""
+    fleet.wait_for_all()
+    since_s = time.monotonic()
+    for each in fleet.coordinators:
+        each.kill()
+    for own in trainings:
+        clocks.lost(own.slot, since_s)
+    time.sleep(_CLOCKS_LIMIT_S + 1.0)
+    outcome.stock_after_s = clocks.longest_s
+    if not 0.0 < clocks.longest_s <= _CLOCKS_LIMIT_S:
+        outcome.problems.append(
+            f"GPUs at foreign clocks: expected for at most {_CLOCKS_LIMIT_S:g} s after the loss of every "
+            f"coordinator, found {clocks.longest_s:.1f} s"
+        )
+    fleet.wait_for_all()
 
 
 def _strike(
     fleet: Fleet,
-    agents: Sequence[Agents],
+    jobs: Sequence[Jobs],
     slot: int,
     kind: str,
     server: KilledServer,
     chance: random.Random,
     outcome: Outcome,
 ) -> None:
-    fleet.wait_for_all()
     holders = [fleet.holder(each) for each in range(SLOTS)]
     holder = holders[slot]
     if kind == "kill a standby":
+        outcome.counts[kind] += 1
         chance.choice([each for each in fleet.coordinators if each not in holders]).kill()
         fleet.launch_ended()
         return
-    before = [_plan(own, JOBS[each]) for each, own in enumerate(agents)]
+    struck = range(SLOTS) if kind == "kill PostgreSQL" else [slot]
+    before = {each: jobs[each].plans(holders[each].address) for each in struck}
+    if kind == "freeze in a transaction" and not _stop_in_transaction(holder, slot, fleet.database):
+        kind = "freeze"
+    outcome.counts[kind] += 1
     since_s = time.monotonic()
-    struck = [slot]
+    for each in struck:
+        jobs[each].lose(since_s)
     match kind:
         case "kill":
             holder.kill()
@@ -203,68 +349,65 @@ def _strike(
             if (status := holder.terminate()) != 0:
                 outcome.problems.append(f"SIGTERM: exit status {status}: {holder.log.read_text()[-500:]}")
             fleet.holder(slot, but=holder)
-        case "freeze":
+        case "freeze" | "freeze in a transaction":
             os.kill(holder.pid, signal.SIGSTOP)
-            _outlast_lease(agents[slot], chance)
+            _outlast_lease(jobs[slot].agents, chance)
             fleet.holder(slot, but=holder)
             os.kill(holder.pid, signal.SIGCONT)
             outcome.end_statuses[holder.wait()] += 1
         case "cut off":
             way = fleet.ways[fleet.coordinators.index(holder)]
             way.cut()
-            _outlast_lease(agents[slot], chance)
+            _outlast_lease(jobs[slot].agents, chance)
             fleet.holder(slot, but=holder)
             way.mend()
             outcome.end_statuses[holder.wait()] += 1
         case "kill PostgreSQL":
-            struck = list(range(SLOTS))
             server.kill()
-            for each in holders:
-                outcome.end_statuses[each.wait()] += 1
+            for coordinator in holders:
+                outcome.end_statuses[coordinator.wait()] += 1
             server.start()
             fleet.launch_ended()
     try:
-        for number in struck:
-            back = agents[number].ask("back", since_s=since_s, limit_s=_LIMIT_S)
-            outcome.failover_s.setdefault(kind, []).append(back["joined_s"])
-            if (plan := before[number]) is not None:
-                outcome.planned_count += 1
-                outcome.kept_count += _plan(agents[number], JOBS[number]) == plan
+        for each in struck:
+            outcome.failover_s.setdefault(kind, []).append(jobs[each].come_back(fleet, since_s))
+            after = jobs[each].plans(fleet.holder(each).address)
+            outcome.planned_count += len(before[each])
+            for job_id, plan in before[each].items():
+                if after.get(job_id) == plan:
+                    outcome.kept_count += 1
+                else:
+                    print(f"  job {job_id}: plan {plan}, then {after.get(job_id)}", flush=True)
     except GeneratorError as error:
         states = [each.standing() if each.poll() is None else "ended" for each in fleet.coordinators]
         raise AssertionError(f"{kind}: {error}; {states}") from None
     fleet.launch_ended()
 
 
+def _stop_in_transaction(holder: CoordinatorProcess, slot: int, database: str) -> bool:
+    """Stop a coordinator between its first statement and its commit; return whether that succeeded."""
+    ends_s = time.monotonic() + _LIMIT_S / 6
+
+    def is_inside(*states: str) -> bool:
+        return connection.execute(_IN_TRANSACTION, (slot, list(states))).fetchone() is not None
+
+    with psycopg.connect(database, autocommit=True) as connection:
+        while time.monotonic() < ends_s:
+            if is_inside("active", "idle in transaction"):
+                os.kill(holder.pid, signal.SIGSTOP)
+                time.sleep(0.05)  # what the server has already read is done
+                if is_inside("idle in transaction"):
+                    return True
+                os.kill(holder.pid, signal.SIGCONT)
+    return False
+
+
 def _outlast_lease(agents: Agents, chance: random.Random) -> None:
     """Wait until the lease of a coordinator that does nothing is over, and let its agents leave it."""
-    ends_s = time.monotonic() + _FREEZE_S + chance.uniform(0.0, _FREEZE_S)
+    ends_s = time.monotonic() + _FREEZE_S + chance.uniform(0.0, MEMBER_LEASE_S / 2)
     while time.monotonic() < ends_s:
         agents.ask("leave_silent")
         time.sleep(0.1)
-
-
-def _plan(agents: Agents, job_id: str) -> int | None:
-    """Return what tells a job's plan from others: how many versions its ranks were offered; None without."""
-    agents.ask("find", job_id=job_id, limit_s=_LIMIT_S)
-    if agents.ask("state", job_id=job_id) != "JOB_STATE_PLANNED":
-        return None
-    found: int = agents.ask("counts", job_id=job_id)["versions"]
-    return found
-
-
-def _settle(agents: Agents, job_id: str, count: int, outcome: Outcome) -> None:
-    try:
-        agents.ask("planned", job_id=job_id, limit_s=2 * _LIMIT_S)
-    except GeneratorError as error:
-        outcome.problems.append(str(error))
-    agents.ask("rest", job_id=job_id, limit_s=_LIMIT_S)
-    outcome.problems += report_problems(agents, job_id, count)
-    counts = agents.ask("counts", job_id=job_id)
-    outcome.batch_count += counts["acknowledged"]
-    outcome.version_count += counts["versions"]
-    agents.ask("finish", job_id=job_id)
-    outcome.problems += agents.ask("findings")["messages"]
 
 
 def main(count: int, seed: int) -> None:
@@ -273,6 +416,7 @@ def main(count: int, seed: int) -> None:
     raise_file_limit()
     with tempfile.TemporaryDirectory(prefix="perseus-") as folder:
         outcome = torture(Path(folder), count, seed)
+    print(f"{outcome.counts.total()} rounds: {dict(outcome.counts)}")
     for kind, times_s in outcome.failover_s.items():
         median_s, most_s = statistics.median(times_s), max(times_s)
         print(
@@ -280,6 +424,7 @@ def main(count: int, seed: int) -> None:
         )
     print(f"{outcome.batch_count} batches acknowledged, {outcome.version_count} versions offered to ranks")
     print(f"{outcome.kept_count} of {outcome.planned_count} plans kept")
+    print(f"GPUs at stock {outcome.stock_after_s:.1f} s after every coordinator was killed, at most")
     print(f"ended by themselves, by exit status: {dict(outcome.end_statuses)}")
     print("; ".join(outcome.problems) or "nothing lost, doubled or reversed")
     if outcome.problems:
@@ -288,7 +433,7 @@ def main(count: int, seed: int) -> None:
 
 if __name__ == "__main__":
     arguments = argparse.ArgumentParser()
-    arguments.add_argument("count", type=int)
+    arguments.add_argument("count", type=int, nargs="?", default=COUNT)
     arguments.add_argument("--seed", type=int, default=random.randrange(2**32))
     given = arguments.parse_args()
     main(given.count, given.seed)

@@ -1,8 +1,10 @@
 """Another coordinator takes over, whatever ends one that serves. `make torture-fleet` ends more."""
 
 import os
+import random
 import signal
 import time
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,25 +21,21 @@ from perseus.v1 import agent_service_pb2 as pb
 from tests.event_log import logged
 from tests.ports import free_port
 from tests.service.storage import next_release, postgresql
-from tests.torture import fleet, unfenced
+from tests.torture import unfenced
 from tests.torture.coordinator import FLAGS, STAGES
-from tests.torture.fleet import PERIOD_S, torture
+from tests.torture.fleet import COUNT, KINDS, MEMBER_LEASE_S, PERIOD_S, shuffled, torture
+from tests.torture.trainings import ForeignClocks
 
-KINDS = ("kill", "freeze", "leave", "cut off", "kill and restart")
-MEMBER_LEASE_S = 8.0
-"""Shorter ones are lost beside other tests, where a coordinator may wait for seconds."""
+SAMPLE = ("kill", "freeze in a transaction", "leave", "cut off", "kill and restart")
 
 
 @pytest.mark.slow("coordinators are ended and others take over while dozens of agents train")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(postgresql.MISSING), reason=str(postgresql.MISSING))
-def test_nothing_is_lost_doubled_or_reversed_when_another_takes_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet, "MEMBER_LEASE_S", MEMBER_LEASE_S)
-    outcome = torture(tmp_path, len(KINDS), 0, kinds=KINDS)
+def test_nothing_is_lost_doubled_or_reversed_when_another_takes_over(tmp_path: Path) -> None:
+    outcome = torture(tmp_path, len(SAMPLE), seed=1, kinds=SAMPLE)
     assert outcome.problems == []
-    assert set(outcome.failover_s) == set(KINDS)
+    assert outcome.counts.total() == len(SAMPLE)
     assert outcome.end_statuses == {3: 2}, "those that were frozen or cut off end by themselves"
     assert outcome.batch_count > 0
     assert outcome.version_count > 0
@@ -179,3 +177,24 @@ def test_a_pipeline_under_offers_of_two_holders_is_found(
     problems = outdated_offers({0: taken(*first), 1: taken(*second)})
     assert bool(problems) == bool(found)
     assert found in "".join(problems)
+
+
+def test_a_gpu_that_keeps_its_clock_without_a_coordinator_is_found() -> None:
+    clocks = ForeignClocks()
+    clocks.take(0, False, 10.0)
+    clocks.lost(0, 11.0)
+    clocks.take(0, False, 14.0)
+    clocks.take(0, True, 15.0)
+    clocks.take(1, False, 30.0)
+    assert clocks.longest_s == 3.0
+    clocks.served(0)
+    clocks.take(0, False, 40.0)
+    assert clocks.longest_s == 3.0
+    clocks.lost(0, 50.0)
+    clocks.take(0, False, 80.0)
+    assert clocks.longest_s == 30.0
+
+
+def test_all_kinds_happen_as_often_as_planned() -> None:
+    assert Counter(shuffled(COUNT, random.Random(1))) == KINDS
+    assert set(shuffled(COUNT // 2, random.Random(1))) == set(KINDS)

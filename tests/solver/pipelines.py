@@ -236,6 +236,7 @@ class ReferenceProgram:
             rows.append((-highspy.kHighsInf, highspy.kHighsInf, row))
         self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
         self._highs.setOptionValue("output_flag", False)
+        self._highs.setOptionValue("threads", 1)
         self._highs.setOptionValue("primal_feasibility_tolerance", 1e-10)
         self._highs.setOptionValue("dual_feasibility_tolerance", 1e-10)
         for cost in costs:

@@ -86,6 +86,7 @@ def test_searching_never_makes_plans_dearer(
     assert (found == searched(1)).all()
 
 
+@pytest.mark.slow("plans pipelines by exchanges, twice each")
 @given(pipeline=pipelines(), shares=SHARES)
 def test_taking_over_from_others_never_makes_plans_dearer(pipeline: Pipeline, shares: list[float]) -> None:
     graph = build_event_graph(pipeline)

@@ -169,6 +169,7 @@ class _Model:
         program.a_matrix_.value_ = np.array(values)
         solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("threads", 1)  # as all others: the first one decides for the process
         solver.passModel(program)
         solver.run()
         if solver.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:

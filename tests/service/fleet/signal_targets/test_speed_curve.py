@@ -34,6 +34,7 @@ def least_cost(curve: SpeedCurve, durations_s: Floats, signal: Floats, iteration
     """Return the least cost by a linear program over shares of time at each point."""
     solver = highspy.Highs()  # type: ignore[no-untyped-call]
     solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", 1)
     columns = []
     for duration_s, value in zip(durations_s, signal, strict=True):
         own = [solver.addVariable(lb=0.0, obj=duration_s * value * point.power_w) for point in curve.points]

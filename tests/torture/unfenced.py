@@ -7,9 +7,8 @@ from perseus.cli.entry import main
 from perseus.service.fleet import membership
 from perseus.service.storage import membership as rows
 
-membership.Membership._stop = lambda self: []  # type: ignore[method-assign]
-rows.check_fence = lambda *_: None
-rows.name_session = lambda *_: None
-
 if __name__ == "__main__":
+    membership.Membership._stop = lambda self: []  # type: ignore[method-assign]
+    rows.check_fence = lambda *_: None
+    rows.name_session = lambda *_: None
     main()

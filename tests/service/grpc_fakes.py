@@ -257,6 +257,7 @@ class FakeAgent:
         self.instance_id = instance_id
         self.job_id = job_id
         self.spec_fingerprint = spec_fingerprint
+        self.gpu_suffix = ""  # of its GPUs' UUIDs, where agents of several slots have GPUs of their own
         self.ranks = {
             place: service_fakes.FakeRank(place, instance_id, schedule.orders[place.stage])
             for place in places
@@ -350,7 +351,9 @@ class FakeAgent:
             job_id=self.job_id,
             rank=self.place(rank.place),
             gpu=agent_service_pb2.Gpu(
-                uuid=gpu.uuid, model=gpu.model, supported_clocks_mhz=gpu.supported_clocks_mhz
+                uuid=gpu.uuid + self.gpu_suffix,
+                model=gpu.model,
+                supported_clocks_mhz=gpu.supported_clocks_mhz,
             ),
             iteration=rank.iteration,
             in_force_epoch=self.epoch if rank.in_force.version else "",

@@ -43,11 +43,13 @@ from perseus.service.api.translate_agents import (
     answer_from_proto,
     check_hello,
     gpu_error_from_proto,
+    gpu_uuid_from_proto,
     in_force_from_proto,
     joined_from_proto,
     left_from_proto,
     max_clock_to_proto,
     offer_to_proto,
+    place_from_proto,
     reading_from_proto,
     telemetry_from_proto,
     unknown_fields,
@@ -68,6 +70,7 @@ from perseus.service.domain.errors import (
     UnknownMessageError,
     cut,
 )
+from perseus.service.domain.gpu_claims import Place
 from perseus.service.domain.inputs import TelemetryArrived
 from perseus.service.domain.limits import ROWS_LIKE_A_MESSAGE
 from perseus.service.domain.measured import Saving
@@ -319,6 +322,8 @@ class _Stream:
             if not self.instance_id:
                 await self._greet(request)
             elif 0 < len(messages) <= MAX_MESSAGES:
+                if self._agents.claim_writer is not None:
+                    await self._claim(messages)
                 self._take_together(messages)
             else:
                 self._refuse(
@@ -380,6 +385,19 @@ class _Stream:
             takes_short_rows=True,
         )
         self._outbox.enqueue(ConnectResponse(welcome=welcome))
+
+    async def _claim(self, messages: Sequence[ConnectRequest]) -> None:
+        """Claim the GPUs of the ranks that messages announce; what is wrong with them shows when they are
+        taken."""
+        wanted: dict[str, Place] = {}
+        for message in messages:
+            if message.HasField("rank_joined"):
+                joined = message.rank_joined
+                with suppress(CoordinatorError):
+                    self._principal.check_job(joined.job_id)
+                    wanted[gpu_uuid_from_proto(joined)] = joined.job_id, place_from_proto(joined)
+        if wanted:
+            await self._agents.claim(self.instance_id, wanted)
 
     def _take_together(self, messages: Sequence[ConnectRequest]) -> None:
         """Take messages that came as one, and acknowledge all their telemetry at once."""

@@ -142,6 +142,15 @@ def place_from_proto(message: RankMessage, field: str = "") -> Coordinates:
     return coordinates_from_proto(message.rank)
 
 
+def gpu_uuid_from_proto(message: agent_service_pb2.RankJoined) -> str:
+    """Return the UUID of an announced rank's GPU.
+
+    Raises:
+        InvalidFieldError: it is empty, too long or not printable.
+    """
+    return check_text("rank_joined.gpu.uuid", message.gpu.uuid, minimum=1)
+
+
 def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, hostname: str) -> RankJoined:
     """Return an announced rank.
 
@@ -173,7 +182,7 @@ def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, h
         instance_id=instance_id,
         hostname=hostname,
         gpu=Gpu(
-            check_text("rank_joined.gpu.uuid", message.gpu.uuid, minimum=1),
+            gpu_uuid_from_proto(message),
             check_text("rank_joined.gpu.model", message.gpu.model),
             clocks_mhz,
             limits.power_limit_w,

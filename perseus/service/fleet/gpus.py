@@ -13,11 +13,9 @@ elsewhere. There are never more entries than ranks.
 from collections.abc import Callable
 
 from perseus.service.domain.errors import GpuAlreadyServedError
+from perseus.service.domain.gpu_claims import Place
 from perseus.service.domain.principals import Principal
 from perseus.service.domain.specification import Coordinates
-
-Place = tuple[str, Coordinates]
-"""A job's identifier, and one of its ranks."""
 
 
 class GpuIndex:

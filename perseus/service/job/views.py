@@ -5,7 +5,7 @@ document it.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from perseus.service.domain.errors import JobNotSolvedError, TimelineNotReadyError
 from perseus.service.domain.figures import LastMeasured, RankColumns, RunFigures
@@ -264,6 +264,15 @@ def lease_on_gpu_s(run: Run, place: Coordinates, gpu_uuid: str, now_s: float) ->
     rank = run.ranks[place]
     is_there = rank.state in LIVE and rank.gpu is not None and rank.gpu.uuid == gpu_uuid
     return run.ranks.lease_left_s(place, now_s) if is_there else None
+
+
+def live_gpus(run: Run) -> Set[tuple[Coordinates, str]]:
+    """Return the ranks that are on a GPU and may have clocks there, each with the GPU's UUID."""
+    if run.record.has_finished:
+        return frozenset()
+    return {
+        (rank.coordinates, rank.gpu.uuid) for rank in run.ranks if rank.state in LIVE and rank.gpu is not None
+    }
 
 
 def instance_of(run: Run, place: Coordinates) -> str:

@@ -18,6 +18,7 @@ from perseus.service.domain.errors import (
     StateLostError,
     StreamReplacedError,
 )
+from perseus.service.domain.gpu_claims import Place
 from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
@@ -36,11 +37,12 @@ from perseus.service.domain.model import FaultyPart, Gpu, MaxClock, RankLeftReas
 from perseus.service.domain.power_reading import PowerReading
 from perseus.service.domain.principals import ANYBODY, Principal
 from perseus.service.domain.specification import Coordinates
-from perseus.service.fleet.gpus import GpuIndex, Place
+from perseus.service.fleet.gpus import GpuIndex
 from perseus.service.fleet.power.feeds import Feeds
 from perseus.service.fleet.power.readings import INTERVAL_S, JoinedGpu, PowerReadings, PowerTotals
 from perseus.service.job import views
 from perseus.service.shell.admission import Admission
+from perseus.service.shell.gpu_claims import ClaimWriter
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.ports import AgentPort
 from perseus.service.shell.thinning import Part, Thinning
@@ -86,6 +88,7 @@ class Agents:
         thinning: what is left out of their telemetry.
         thinned_counts: how many batches by the most that was left out of them.
         power_interval_s: how often agents report what their GPUs draw; 0 while nobody needs it.
+        claim_writer: claims ranks' GPUs where other slots' ranks may be on them; else None.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Agents:
         live: LiveRuns,
         feeds: Feeds,
         monotonic: Callable[[], float] = time.monotonic,
+        claim_writer: ClaimWriter | None = None,
     ) -> None:
         self._store = store
         self._feeds = feeds
@@ -111,6 +115,7 @@ class Agents:
         self.thinned_counts: Counter[Part] = Counter()
         self._ticked_count, self._ticked_s = 0, monotonic()
         self.power_interval_s = 0.0
+        self.claim_writer = claim_writer
 
     @property
     def stream_count(self) -> int:
@@ -149,8 +154,10 @@ class Agents:
         """The lease epoch of the hold on all jobs; 0 where no other coordinator can take over."""
         return self._store.lease_epoch
 
-    def load(self) -> None:
-        """Learn which GPUs the loaded runs' ranks are on."""
+    async def load(self) -> None:
+        """Learn which GPUs the loaded runs' ranks are on, and which are claimed."""
+        if self.claim_writer is not None:
+            await self.claim_writer.load()
         for run in self._live:
             for place, gpu_uuid in self._live.read(run, views.gpus, lambda _: {}).items():
                 if self._lease_on_gpu_s(run.job_id, place, gpu_uuid) is not None:
@@ -258,6 +265,22 @@ class Agents:
                 savings[job_id] = saving
         return savings
 
+    async def claim(self, instance_id: str, wanted: Mapping[str, Place]) -> None:
+        """Claim GPUs by their UUIDs for ranks that an agent announces: call it before `join`.
+
+        Other slots' ranks may be on GPUs if `claim_writer` is set.
+        """
+        agent = self._agents.get(instance_id)
+        if agent is not None and self.claim_writer is not None:
+            name = agent.principal.name
+            await self.claim_writer.claim(
+                {
+                    (name, uuid): place
+                    for uuid, place in wanted.items()
+                    if self._live.get(place[0]) is not None
+                }
+            )
+
     def join(self, job_id: str, event: RankJoined, owner: str = "") -> None:
         """Add a rank that an agent serves; `owner` is its trainer's, "" if it is unknown.
 
@@ -272,6 +295,8 @@ class Agents:
         agent = self._agents.get(event.instance_id)
         principal = ANYBODY if agent is None else agent.principal
         self._gpus.check(principal, job_id, event.rank, event.gpu.uuid)
+        if self.claim_writer is not None:
+            self.claim_writer.check(principal, event.gpu.uuid)
         try:
             self._live.handle(run, event)
         except SpecMismatchError:
@@ -280,6 +305,8 @@ class Agents:
             self._live.handle(run, left)
             raise
         self._gpus.put(principal.name, job_id, event.rank, event.gpu.uuid)
+        if self.claim_writer is not None:
+            self.claim_writer.put((principal.name, event.gpu.uuid), (job_id, event.rank))
         if agent is not None:
             agent.job_ids.add(job_id)
             agent.gpus[event.gpu.uuid] = (job_id, event.rank), event.gpu
@@ -416,6 +443,8 @@ class Agents:
         now_s, before = self._monotonic(), self.thinning.part
         per_s = (batch_count - self._ticked_count) / max(now_s - self._ticked_s, 1e-9)
         self._ticked_count, self._ticked_s = batch_count, now_s
+        if self.claim_writer is not None:
+            self.claim_writer.tick()
         self.thinning.tick(busy_share, per_s)
         if (part := self.thinning.part) is not before:
             log.warning(

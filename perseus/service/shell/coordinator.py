@@ -19,6 +19,7 @@ from perseus.service.fleet.ledger import constant
 from perseus.service.fleet.power.feeds import Feeds
 from perseus.service.job.rules import Rules
 from perseus.service.shell.agents import Agents
+from perseus.service.shell.gpu_claims import ClaimWriter
 from perseus.service.shell.job_clock import JobClock
 from perseus.service.shell.jobs import Jobs
 from perseus.service.shell.ledger import Ledger
@@ -97,7 +98,10 @@ class Coordinator:
         self.live = LiveRuns(store, self.writer, job_solver, rules, self._clock, self._rates_at, fleet)
         self.quotas = Quotas(limits or Limits(), time.monotonic)
         self.jobs = Jobs(store, self.writer, request_solver, self.live, self.quotas)
-        self.agents = Agents(store, self.writer, self.live, feeds)
+        # Slots that share a database have a fence each.
+        is_shared = len(fleet.slots) > 1 and store.lease_epoch > 0
+        self._claim_writer = ClaimWriter(store, self.live, fleet.served or 0) if is_shared else None
+        self.agents = Agents(store, self.writer, self.live, feeds, claim_writer=self._claim_writer)
         self.tokens = Tokens(store, self.writer, fleet)
         self.ledger = Ledger(store, self.writer, constant(rates), retention.ledger_age_s, fleet)
         self.power = Power(store, self.writer, self.live, self.agents, self.quotas, feeds, retention, fleet)
@@ -110,7 +114,7 @@ class Coordinator:
         """Load what is stored, and continue from it."""
         await self.jobs.load()
         await self.live.load()
-        self.agents.load()
+        await self.agents.load()
         await self.tokens.load()
         await self.power.load()
 
@@ -124,6 +128,7 @@ class Coordinator:
             self.writer.run(),
             self._tick(),
             self.power.run(),
+            *([self._claim_writer.run()] if self._claim_writer is not None else []),
             *([self.signals.run()] if self._has_signals else []),
             self.signal_targets.run(),
             self.ledger.run(),

@@ -269,7 +269,19 @@ slot_powers = _table(
     _text("division"),
 )
 
-OF_FLEET = (tokens, budgets, members, slots, slot_powers)
+# GPUs by the principal whose agents name them: the slot that has claimed a GPU, and its rank there.
+gpu_claims = _table(
+    "gpu_claims",
+    Column("principal", _KEY, primary_key=True),
+    Column("gpu_uuid", _KEY, primary_key=True),
+    _number("slot"),
+    _text("job_id"),
+    _number("pipeline"),
+    _number("stage"),
+    _number("tensor"),
+)
+
+OF_FLEET = (tokens, budgets, members, slots, slot_powers, gpu_claims)
 """The tables of the whole fleet; every slot has all others."""
 
 OF_RUNS = (

@@ -25,10 +25,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from sqlalchemy import Connection, delete, insert, select, update
 
 from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
+from perseus.service.domain.gpu_claims import ClaimChanges, Gpu, Place
 from perseus.service.domain.ledger import EnergyGroup, HourFilter
 from perseus.service.domain.members import Slot
 from perseus.service.domain.retention import Retention
-from perseus.service.storage import ledger_rows, membership, reading, schema
+from perseus.service.storage import gpu_claims, ledger_rows, membership, reading, schema
 from perseus.service.storage.commit_markers import MAX_BOOTS_KEPT, Boot, History
 from perseus.service.storage.engines import Opened, connect, explain
 from perseus.service.storage.migrating import migrate
@@ -74,6 +75,7 @@ class SqlStore:
     load_sessions = _read_method(reading.load_sessions)
     load_budgets = _read_method(reading.load_budgets)
     load_slot_powers = _read_method(reading.load_slot_powers)
+    load_gpu_claims = _read_method(gpu_claims.load)
 
     def __init__(
         self,
@@ -190,6 +192,10 @@ class SqlStore:
         await self._run(partial(self._writer.write, entries, number))
         self._commit_number = number
         self._marker = self._history.marker(number)
+
+    async def change_gpu_claims(self, slot: int, changes: ClaimChanges) -> dict[Gpu, tuple[int, Place]]:
+        """Claim and release GPUs for a slot; return whose those are that it wanted to claim."""
+        return await self._run(lambda: gpu_claims.change(self._connection, slot, changes))
 
     async def prune(self, retention: Retention, now_s: float) -> Pruned:
         """Delete some of the data that retention no longer keeps at this wall-clock time: one small step."""

@@ -335,7 +335,9 @@ async def test_an_unreadable_budget_is_enforced_conservatively_until_it_is_cance
 
 def reading(agent: FakeAgent, each_w: float, **others_w: float) -> dict[str, pb_agents.PowerReading]:
     """Report the draw of the agent's GPUs, all the same, and of others."""
-    powers_w = {service_fakes.make_gpu(place).uuid: each_w for place in agent.ranks} | others_w
+    powers_w = {
+        service_fakes.make_gpu(place).uuid + agent.gpu_suffix: each_w for place in agent.ranks
+    } | others_w
     return {
         "power_reading": pb_agents.PowerReading(
             duration_s=1.0, gpu_uuid=powers_w.keys(), power_w=powers_w.values()

@@ -53,6 +53,7 @@ async def serving(tmp_path: Path, database: str, slot: int, lease_epoch: int = 0
 async def planned(client: Client, job_id: str) -> FakeAgent:
     await client.register(job_id=job_id)
     agent = FakeAgent(client, f"agent of {job_id}", ALL_PLACES, job_id=job_id)
+    agent.gpu_suffix = f" of {job_id}"
     await agent.join()
     await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
     await agent.iterate(4)

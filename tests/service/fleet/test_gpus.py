@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.domain.errors import GpuAlreadyServedError
+from perseus.service.domain.gpu_claims import Place
 from perseus.service.domain.principals import Grant, Principal, Scope
 from perseus.service.domain.specification import Coordinates
-from perseus.service.fleet.gpus import GpuIndex, Place
+from perseus.service.fleet.gpus import GpuIndex
 from perseus.v1 import agent_service_pb2, job_service_pb2, rank_pb2
 from tests.service.grpc_fakes import ALL_PLACES, TIMEOUT_S, FakeAgent, connected, make_settings
 

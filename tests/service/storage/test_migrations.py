@@ -36,7 +36,8 @@ async def test_an_earlier_schema_is_migrated_with_its_rows(tmp_path: Path) -> No
     for column in ("frontier", "last_timeline", "baseline_timeline"):  # what v0004 adds
         connection.execute(f"ALTER TABLE runs DROP COLUMN {column}")
     connection.executescript(
-        "DROP TABLE members;DROP TABLE slots;DROP TABLE slot_powers;"  # what later ones add
+        "DROP TABLE members;DROP TABLE slots;"  # what later ones add
+        "DROP TABLE slot_powers;DROP TABLE gpu_claims;"
         "UPDATE alembic_version SET version_num = 'v0003';INSERT INTO boots VALUES (7, 'token of before', 0)"
     )
     connection.close()

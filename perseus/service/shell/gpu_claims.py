@@ -67,12 +67,15 @@ class ClaimWriter:
     def put(self, gpu: Gpu, place: Place) -> None:
         """Note that a rank has joined on a GPU."""
         self.claims.put(gpu, place)
-        self._has_work.set()
+        self._wake()
 
     def tick(self) -> None:
         """Release the GPUs of ranks that are not live any more."""
         self.claims.sweep(self._changed_jobs, self._live_gpus)
         self._changed_jobs.clear()
+        self._wake()
+
+    def _wake(self) -> None:
         if self.claims.has_changes:
             self._has_work.set()
 

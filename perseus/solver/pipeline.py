@@ -184,7 +184,7 @@ class Pipeline:
                 found=total_s,
             )
         # Only measurements that are worth choosing count: adding others changes nothing.
-        scaled_s, range_s, range_j, steepest_w = rest_s, 0.0, 0.0, 0.0
+        scaled_s, range_s, range_j, steepest_w, total_j = rest_s, 0.0, 0.0, 0.0, 0.0
         for key, count in counts.items():
             power_w = self.blocking_power_w[key[0]]
             options = [(m.time_s, m.energy_j - power_w * m.time_s) for m in self.profiles[key]]
@@ -193,11 +193,12 @@ class Pipeline:
             scaled_s += count * least_s
             range_s += count * (least_s - fastest_s)
             range_j += count * (highest_j - lowest_j)
+            total_j += count * max(abs(highest_j), abs(lowest_j))
             steepest_w += count * max(
                 (highest_j - effective_j) / (time_s - fastest_s) if time_s > fastest_s else 0.0
                 for time_s, effective_j in options
             )
-        return fitting_scale(scaled_s, Range(range_s, range_j, steepest_w, counts.total()))
+        return fitting_scale(scaled_s, Range(range_s, range_j, steepest_w, total_j, counts.total()))
 
 
 def _check_amount(value: float, name: str, where: str, maximum: float) -> None:

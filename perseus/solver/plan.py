@@ -99,7 +99,8 @@ def replay(pipeline: Pipeline, settings: Mapping[Computation, int | Setting]) ->
                 found=found,
             )
         m = options[setting]
-        chosen.append((setting, max(1, to_ps(m.time_s)), m.energy_j - power_w * m.time_s))
+        effective_j = pipeline.scale.in_units_j(m.energy_j - power_w * m.time_s)
+        chosen.append((setting, max(1, to_ps(m.time_s)), effective_j))
     return assemble_plan(pipeline, computations, dependencies, chosen)
 
 

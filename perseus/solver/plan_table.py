@@ -113,8 +113,7 @@ def tabulate(
         if computation.kind is not Kind.FIXED:
             stages[computation.stage].append(index)
     order = np.array(list(chain.from_iterable(stages)), dtype=np.int64)
-    # Summed in the same order as in assemble_plan, so that the same plan has exactly the same energy.
-    effective_j = np.cumsum(columns.energies_j[chosen], axis=0)[-1] / graph.scale.energy
+    effective_j = columns.energies_j[chosen].sum(axis=0) / graph.scale.energy
     planned_mhz = np.ascontiguousarray(clocks_mhz[chosen[order]].T)
     starts_s = np.ascontiguousarray(((finishes_ps - durations_ps)[order] / ps_per_s).T)
     durations_s = np.ascontiguousarray((durations_ps[order] / ps_per_s).T)

@@ -111,6 +111,15 @@ class MeasuredSetting(Measurement):
         return Setting(self.clock_mhz, self.further)
 
 
+def estimated(value: float) -> float:
+    """Return a figure that linear algebra has estimated, rounded to nine digits.
+
+    Its last digits depend on the order in which a processor's BLAS kernels add. They must not decide, for
+    example, which of two clocks takes longer where a GPU is no faster at the higher one.
+    """
+    return float(f"{value:.8e}")
+
+
 def refuse_further(measurements: Iterable[Measurement], where: str) -> None:
     """Refuse settings of more than a clock, for operations that only clocks allow.
 
@@ -163,7 +172,7 @@ def pareto_options(
                 m.setting,
                 max(1, scale.to_ps(m.time_s)),
                 m.energy_j * scale.energy,
-                (m.energy_j - blocking_power_w * m.time_s) * scale.energy,
+                scale.in_units_j(m.energy_j - blocking_power_w * m.time_s) * scale.energy,
             )
             for m in measurements
         ),

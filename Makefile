@@ -33,7 +33,7 @@ PARTS := grid languages prometheus slurm web
 # Every runnable module of benchmarks/ is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
-.PHONY: demo test test-all test-lowest test-slow test-serial test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions test-serving \
+.PHONY: demo test test-times test-all test-lowest test-slow test-serial test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions test-serving \
   test-postgresql test-kubernetes test-dist test-images pictures torture torture-coordinator torture-fleet fuzz check bench docs metrics settings protos \
   contract dist clean $(PARTS:%=test-%) $(PARTS:%=needs-%)
 
@@ -48,7 +48,11 @@ PYTEST := $(BIN)/pytest --hypothesis-seed=0 --numprocesses=auto --maxprocesses=8
 
 # The tests before every commit, in minutes: all but those marked slow (tests/tiers.py).
 test: check
-	$(PYTEST) -m "smoke or not slow"
+	$(PYTEST) -m "smoke or not slow" --durations=10
+
+# The same tests, and which of them want the marker `slow`, judged by a reference loop on this machine.
+test-times: $(STAMP)
+	$(PYTEST) -m "not slow" --times --durations=30
 
 # The same tests with the oldest dependencies that pyproject.toml allows; `test` has the newest.
 test-lowest: $(STAMP)
@@ -65,7 +69,7 @@ test-all:
 # The tests of Perseus itself that `make test` leaves out, and property tests with more examples. Run as root, it
 # installs missing dependencies.
 test-slow: $(PARTS:%=needs-%) needs-postgresql needs-kubernetes dist
-	$(PYTEST) --timeout=600 --hypothesis-profile=ci -m "(slow or hypothesis) and not serial"
+	$(PYTEST) --hypothesis-profile=ci -m "(slow or hypothesis) and not serial"
 
 # Trainings whose times and energies are measured: nothing else may use the processors meanwhile.
 test-serial: $(STAMP)

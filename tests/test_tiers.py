@@ -36,7 +36,7 @@ async def test_task():
 
 def test_busy():
     for _ in range(40):
-        tiers._reference_loop_s()
+        tiers.reference_loop_s()
 
 def test_waiting():
     time.sleep(1.1)

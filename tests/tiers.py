@@ -59,7 +59,7 @@ class _Times:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
         if monotonic() - self._measured_s >= _REFERENCE_AGE_S:
-            self._reference_s = min(_reference_loop_s() for _ in range(5))
+            self._reference_s = min(reference_loop_s() for _ in range(5))
             self._measured_s = monotonic()
         self._begun = _now()
 
@@ -106,7 +106,7 @@ def _now() -> tuple[float, float]:
     return sum(os.times()[:4]), monotonic()
 
 
-def _reference_loop_s() -> float:
+def reference_loop_s() -> float:
     """Run the loop that stands for the machine's speed, some 10 ms; return its processor time."""
     begun_s = process_time()
     kept = {}

@@ -40,6 +40,7 @@ from perseus.agent.sidecar.local import (
 )
 from perseus.agent.sidecar.peer import identify
 from tests.agent.coordinator_stub import until
+from tests.tiers import reference_loop_s
 
 OPEN = SocketAccess(0o666)
 
@@ -203,18 +204,20 @@ def worst_packets() -> list[bytes]:
 
 @pytest.mark.parametrize("index", range(5))
 async def test_the_worst_packets_do_not_block_the_loop(index: int) -> None:
-    """The best of a few attempts, since the loop's thread may have to wait for a core on a shared machine."""
+    """By a reference loop; the best of a few attempts, since a shared machine may take the core away."""
     packet = worst_packets()[index]
     assert len(packet) <= MAX_PACKET_BYTES
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(0.0005)  # as the agent does
     try:
         without_a_turn_s = [await longest_without_a_turn_s(packet)]
-        while without_a_turn_s[-1] >= 0.03 and len(without_a_turn_s) < 8:
+        references_s = [reference_loop_s()]
+        while without_a_turn_s[-1] >= 4 * references_s[-1] and len(without_a_turn_s) < 8:
             without_a_turn_s.append(await longest_without_a_turn_s(packet))
+            references_s.append(reference_loop_s())
     finally:
         sys.setswitchinterval(before_s)
-    assert without_a_turn_s[-1] < 0.03, [f"{each:.4f}" for each in without_a_turn_s]
+    assert without_a_turn_s[-1] < 4 * references_s[-1], (without_a_turn_s, references_s)
 
 
 async def longest_without_a_turn_s(packet: bytes) -> float:

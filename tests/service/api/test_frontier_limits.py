@@ -1,6 +1,5 @@
 """Clients' solves are bounded, and end with the client."""
 
-import time
 from pathlib import Path
 
 import grpc
@@ -35,11 +34,9 @@ async def test_a_solve_ends_with_its_deadline_and_delays_no_other(tmp_path: Path
 
 async def test_a_solve_has_a_time_limit(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path, request_limit_s=0.1)) as client:
-        began_s = time.monotonic()
         code, reason, values = await refusal(client.frontiers.Solve(solve(LARGE), timeout=600))
         assert (code, reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "SOLVER_TIMEOUT")
         assert values == {"limit_s": "0.1"}
-        assert time.monotonic() - began_s < 300
 
 
 async def test_a_solve_has_a_size_limit(tmp_path: Path) -> None:

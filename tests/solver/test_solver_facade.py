@@ -45,6 +45,7 @@ def test_public_names() -> None:
         "dual_pipe_v",
         "dwell",
         "early_recomputation",
+        "estimated",
         "explaining_lag_s",
         "fastest_clock_plan",
         "gpipe",

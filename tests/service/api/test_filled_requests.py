@@ -24,6 +24,8 @@ MAX_CALLS = 2 * 65_536
 MAX_COMPUTATIONS = 8192
 """Size limit of the problems that the service solves by default."""
 
+LARGE = pytest.mark.slow("fills every text and number of a large request, and has each refused")
+
 
 def refused(message: Message) -> int:
     """Return how many functions are called until it is refused."""
@@ -50,14 +52,9 @@ def refused(message: Message) -> int:
 @pytest.mark.parametrize(
     "kind",
     [
-        job_service_pb2.RegisterJobRequest,
+        pytest.param(job_service_pb2.RegisterJobRequest, marks=LARGE),
         token_service_pb2.CreateTokenRequest,
-        pytest.param(
-            frontier_service_pb2.SolveRequest,
-            marks=pytest.mark.slow(
-                "fills every text and number of the largest request, and has each refused"
-            ),
-        ),
+        pytest.param(frontier_service_pb2.SolveRequest, marks=LARGE),
     ],
 )
 def test_requests_with_texts_and_schedules(kind: type[Message]) -> None:
@@ -68,6 +65,7 @@ def test_requests_with_texts_and_schedules(kind: type[Message]) -> None:
         assert refused(message) < MAX_CALLS
 
 
+@LARGE
 def test_ranks_with_clocks() -> None:
     made = [cast(ConnectRequest, each) for each in filled(lambda: conversation()[1])]
     joined = [each for each in made if each.rank_joined.ByteSize() > 1_900_000]

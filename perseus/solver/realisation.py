@@ -189,7 +189,7 @@ class Realiser:
         plans.choices[:, [0]] = self.columns.to_columns([fastest])
         effective_j = self.columns.effective_energies_j(plans.choices).tolist()
         for index in range(1, len(targets)):
-            # More time must not cost more energy, even by a rounding error of the sums.
+            # More time must not cost more energy.
             if effective_j[index - 1] <= effective_j[index]:
                 plans.choices[:, index] = plans.choices[:, index - 1]
                 effective_j[index] = effective_j[index - 1]

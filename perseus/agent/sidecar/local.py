@@ -400,6 +400,7 @@ class LocalServer:
         self._listener = Listener(path, access)
         self._loop = asyncio.get_running_loop()
         self._resume: asyncio.TimerHandle | None = None
+        self._unidentified: socket.socket | None = None
         self._loop.add_reader(self._listener.socket, self._accept)
 
     async def close(self) -> None:
@@ -407,6 +408,8 @@ class LocalServer:
         self._loop.remove_reader(self._listener.socket)
         if self._resume is not None:
             self._resume.cancel()
+        if self._unidentified is not None:
+            self._unidentified.close()
         tasks = list(self._conversations)
         for task in tasks:
             task.cancel()
@@ -426,7 +429,10 @@ class LocalServer:
                     self._pause(error)
                     return
                 continue  # concerns only that connection
+            connection.setblocking(False)
             self._take(connection)
+            if self._resume is not None:
+                return
 
     def _pause(self, error: OSError) -> None:
         """Accept nothing for a moment: new clients wait, and existing connections are not affected."""
@@ -435,15 +441,23 @@ class LocalServer:
 
         def resume() -> None:
             self._resume = None
-            self._loop.add_reader(self._listener.socket, self._accept)
+            connection, self._unidentified = self._unidentified, None
+            if connection is not None:
+                self._take(connection)
+            if self._resume is None:
+                self._loop.add_reader(self._listener.socket, self._accept)
 
         self._resume = self._loop.call_later(_NO_ROOM_PAUSE_S, resume)
 
     def _take(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
         try:
             peer = identify(connection)
         except (UnknownPeerError, OSError) as error:
+            cause = error.__cause__ if isinstance(error, UnknownPeerError) else error
+            if isinstance(cause, OSError) and cause.errno in _NO_ROOM:
+                self._unidentified = connection
+                self._pause(cause)
+                return
             self._turn_away(connection, -1, "PEER_NOT_KNOWN", str(error))
             return
         uid = peer.uid

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import grp
 import os
 import resource
@@ -38,7 +39,7 @@ from perseus.agent.sidecar.local import (
     SocketAccess,
     TokenBucket,
 )
-from perseus.agent.sidecar.peer import identify
+from perseus.agent.sidecar.peer import Peer, UnknownPeerError, identify
 from tests.agent.coordinator_stub import until
 from tests.tiers import reference_loop_s
 
@@ -120,6 +121,39 @@ async def test_without_free_file_descriptors_clients_wait(
             os.close(hog)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert await asyncio.wait_for(heard.get(), 5) == Finish(7)
+    await server.close()
+
+
+@pytest.mark.parametrize("is_explained", [False, True])
+async def test_a_client_waits_if_no_descriptor_is_left_to_identify_it(
+    is_explained: bool, tmp_path: Path, knocks: list[socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was accepted with the last descriptor, and is not refused as unknown."""
+    path = tmp_path / "agent.sock"
+    heard: asyncio.Queue[object] = asyncio.Queue()
+    no_descriptor = OSError(errno.EMFILE, "Too many open files")
+    failures: list[Exception] = [no_descriptor] * 2
+    if is_explained:
+        failures[0] = UnknownPeerError("the process that connected has ended")
+        failures[0].__cause__ = no_descriptor
+
+    def identify_later(connection: socket.socket) -> Peer:
+        if failures:
+            raise failures.pop()
+        return identify(connection)
+
+    async def serve(line: ProbeConnection) -> None:
+        await heard.put(*await line.receive())
+
+    monkeypatch.setattr(local, "identify", identify_later)
+    monkeypatch.setattr(local, "_NO_ROOM_PAUSE_S", 0.01)
+    server = LocalServer(path, OPEN, serve)
+    for iteration in (7, 8):
+        (await knock(path, knocks)).send(encode(Finish(iteration)))
+    assert [await heard.get() for _ in range(2)] == [Finish(7), Finish(8)]
+    failures.append(no_descriptor)
+    await knock(path, knocks)
+    await until(lambda: not failures, "the last client")
     await server.close()
 
 

@@ -114,8 +114,8 @@ class MeasuredSetting(Measurement):
 def estimated(value: float) -> float:
     """Return a figure that linear algebra has estimated, rounded to nine digits.
 
-    Its last digits depend on the order in which a processor's BLAS kernels add. They must not decide, for
-    example, which of two clocks takes longer where a GPU is no faster at the higher one.
+    Its last digits depend on the order in which a processor's BLAS kernels add. They must decide nothing,
+    such as whether a plan takes exactly its target time or a picosecond less.
     """
     return float(f"{value:.8e}")
 

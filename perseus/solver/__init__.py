@@ -35,7 +35,7 @@ from perseus.solver.named_schedules import (
 )
 from perseus.solver.pipeline import Pipeline, ProfileKey
 from perseus.solver.plan import Plan, PlannedComputation, fastest_clock_plan, replay, waiting_saved_j
-from perseus.solver.profile import MeasuredSetting, Measurement, estimated
+from perseus.solver.profile import MeasuredSetting, Measurement, round_estimate
 from perseus.solver.profile_csv import read_profile_csv
 from perseus.solver.rebalancing import Partition, Rebalancing, layers_along_path, rebalance
 from perseus.solver.schedule import Path, Schedule
@@ -81,7 +81,6 @@ __all__ = [
     "dual_pipe_v",
     "dwell",
     "early_recomputation",
-    "estimated",
     "explaining_lag_s",
     "fastest_clock_plan",
     "gpipe",
@@ -99,6 +98,7 @@ __all__ = [
     "recheck",
     "replay",
     "replay_with_latency",
+    "round_estimate",
     "shrink",
     "shrink_profiles",
     "solve",

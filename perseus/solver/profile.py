@@ -111,7 +111,7 @@ class MeasuredSetting(Measurement):
         return Setting(self.clock_mhz, self.further)
 
 
-def estimated(value: float) -> float:
+def round_estimate(value: float) -> float:
     """Return a figure that linear algebra has estimated, rounded to nine digits.
 
     Its last digits depend on the order in which a processor's BLAS kernels add. They must decide nothing,

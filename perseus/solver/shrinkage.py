@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from perseus.solver.computation import Kind
 from perseus.solver.pipeline import ProfileKey
-from perseus.solver.profile import Measurement, estimated
+from perseus.solver.profile import Measurement, round_estimate
 from perseus.solver.setting import Further, further_of, in_order
 
 FloatArray = NDArray[np.float64]
@@ -162,7 +162,7 @@ def _shrink(x: FloatArray, curves: Sequence[Sequence[tuple[float, float]]]) -> l
     expected, errors, common_errors = max(fits, key=lambda fit: fit[0])[1]
     for row, *figures in zip(known.tolist(), np.exp(expected), errors, common_errors, strict=True):
         found[row] = [
-            _Figure(estimated(value), estimated(value * error), estimated(value * common))
+            _Figure(round_estimate(value), round_estimate(value * error), round_estimate(value * common))
             for value, error, common in zip(*figures, strict=True)
         ]
     return found

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from perseus.service.domain.bounds import MAX_RANK_POWER_W, MIN_POWER_W
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import EnergyEstimate, EnergySample
-from perseus.solver import Kind, estimated
+from perseus.solver import Kind, round_estimate
 
 Array = NDArray[np.float64]
 KindAndChunk = tuple[Kind, int]
@@ -145,14 +145,14 @@ def _completed(
     errors_w *= completed_count**0.5
     power_w = estimate.blocking_power_w, estimate.blocking_power_se_w
     if power_w[0] is None and is_determined[-1] and powers_w[-1] >= MIN_POWER_W:
-        power_w = estimated(powers_w[-1]), estimated(errors_w[-1])
+        power_w = round_estimate(powers_w[-1]), round_estimate(errors_w[-1])
     return replace(
         estimate,
         samples=tuple(
             replace(
                 sample,
-                energy_j=estimated(power * sample.time_s),
-                energy_se_j=estimated(np.hypot(error * sample.time_s, power * sample.time_se_s)),
+                energy_j=round_estimate(power * sample.time_s),
+                energy_se_j=round_estimate(np.hypot(error * sample.time_s, power * sample.time_se_s)),
             )
             for sample, power, error in zip(samples, powers_w.tolist(), errors_w.tolist(), strict=False)
         ),

@@ -7,7 +7,9 @@ for completed events and sends their marks, about a millisecond later; no thread
 Events only measure the time between two of them. Each iteration's first event is its anchor. Its time is the
 latest that is consistent with all polls so far (`device_time`): its error is at most the delay of the
 promptest poll, and it is never before the event was recorded. All other times of the iteration are the
-anchor's plus the device's measurements: durations and gaps within an iteration are exact device times.
+anchor's plus the device's measurements: durations and gaps within an iteration are exact device times. Where
+the last mark of the preceding iteration was too late, and a device that never pauses leaves no gap to make up
+for it, they are shorter by `SLEW` until it is made up for.
 
 Graphs: while the stream is being captured, launched work goes into a graph and does not run. Edges within a
 capture are left out. An iteration that begins in a capture is captured whole; its replays run no Python and
@@ -38,6 +40,8 @@ from perseus.agent.probe.marks import UnmarkableError
 _log = logging.getLogger("perseus.device_marks")
 
 POLL_INTERVAL_S = 0.001
+SLEW = 1e-3
+"""By which share marks that are too late catch up: ten times as fast as clocks drift."""
 # Training is over when finish() is called, so it may wait a moment for the device.
 _FINISH_TIMEOUT_S = 1.0
 
@@ -105,12 +109,12 @@ class DeviceMarks:
         self._due: deque[_Due] = deque()
         # Reusable events. The trainer's thread takes from the pool, the helper puts back.
         self._pool: list[DeviceEvent] = []
-        # The last completed anchor, its position, and the offset from positions to host times in its
-        # iteration.
+        # The last completed anchor and its position.
         self._anchor: DeviceEvent | None = None
         self._anchor_position_ns = 0
         self._device_time = DeviceTime()
-        self._shift_ns = 0
+        # The last anchor that was sent: its position, its host time, and by how much that is too late.
+        self._sent_position_ns = self._sent_anchor_ns = self._too_late_ns = 0
         self._sent_ns = 0
         self._has_warned_of_capture = False
         # The probe is not thread-safe: both threads use it under this lock.
@@ -266,9 +270,11 @@ class DeviceMarks:
             position_ns, edge = self._due[0]
             if edge.is_anchor:
                 # No mark may be before its event was recorded, or before the preceding mark.
-                latest_ns = self._device_time.latest_ns(position_ns)
-                self._shift_ns = max(latest_ns, edge.recorded_ns, self._sent_ns) - position_ns
-            at_ns = position_ns + self._shift_ns
+                latest_ns = max(self._device_time.latest_ns(position_ns), edge.recorded_ns)
+                self._sent_position_ns, self._sent_anchor_ns = position_ns, max(latest_ns, self._sent_ns)
+                self._too_late_ns = self._sent_anchor_ns - latest_ns
+            since_ns = position_ns - self._sent_position_ns
+            at_ns = self._sent_anchor_ns + since_ns - min(round(SLEW * since_ns), self._too_late_ns)
             if at_ns > self._monotonic_ns():
                 return  # the anchor's poll was later than this one: no mark may be in the future
             edge.send(at_ns)

@@ -11,8 +11,8 @@ from perseus.agent.probe.device_marks import DeviceMarks, EventSource
 from tests.gpu.report import Finding, judged
 
 LIMIT_S = 50e-6
-ITERATIONS, COMPUTATIONS = 8, 100
-_SETTLING = 2
+ITERATIONS, COMPUTATIONS = 40, 100
+_SETTLING = 20
 
 
 class NotedProbe(Probe):
@@ -64,7 +64,7 @@ def edge_findings(
 ) -> list[Finding]:
     """Time computations both ways at once; `launch` takes how many were launched before.
 
-    The first iterations are left out: their anchors have had few looks, later ones many.
+    The first iterations are left out: their anchors had few looks, and what those were late wears off slowly.
     """
     probe = NotedProbe()
     marks = DeviceMarks(probe, source)

@@ -141,7 +141,9 @@ def predicted(name: str, kinds: Sequence[str], first: Recording, second: Recordi
     if isinstance(fit, NotDetermined):
         return [*findings, judged(name, fit.reason, expected, False)]
     if fit.blocking_power_w is None or set(kinds) - set(fit.power_w):
-        return [*findings, judged(name, "powers that are not all determined", expected, False)]
+        found = ", ".join(map(str, fit.power_w)) or "none"
+        of_windows = f"{fit.window_count} windows, {fit.dropped_window_count} dropped"
+        return [*findings, judged(name, f"powers determined: {found} ({of_windows})", expected, False)]
     powers = {**fit.power_w, "waiting": fit.blocking_power_w}
     for kind, power_w in powers.items():
         findings.append(Finding(f"power, {kind}", f"{power_w.value:.1f} ± {power_w.standard_error:.1f} W"))

@@ -1,12 +1,13 @@
 """A pipeline of several stages on one device under torch's schedules: the hook's cost, graphs beside it."""
 
 import itertools
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ from tests.gpu.report import Finding, judged
 SCHEDULES = {"1F1B": 1, "Interleaved1F1B": 4, "LoopedBFS": 4, "InterleavedZeroBubble": 4}
 """Stages in this process, by schedule."""
 MICROBATCHES, WIDTH, ITERATIONS = 8, 512, 30
-COST_LIMIT_S = 100e-6
+TURNS, COST_LIMIT_S = 7, 100e-6
+_RUN_S = 0.25
+"""How long the forwards of an iteration take whose energy is predicted: longer than most counters' period."""
 _WAIT_S = 0.05
 _MARKS_S = 0.2
 """In which the last iteration's events have completed, and their marks come."""
@@ -49,6 +52,13 @@ def alone() -> Iterator[None]:
             distributed.destroy_process_group()
 
 
+class OwnNeighbour(PipelineStage):  # type: ignore[misc]
+    """A stage whose neighbours are in the same process, which torch before 2.13 would connect by sockets."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        return []
+
+
 def layers(width: int) -> nn.Module:
     """A stage of the pipeline."""
     return nn.Sequential(nn.Linear(width, width), nn.ReLU())
@@ -60,7 +70,7 @@ def make_step(
     """A schedule with its stages, and what trains one iteration of it."""
     count = SCHEDULES.get(name, 1)
     chunks = [make_stage(width).to(device) for _ in range(count)]
-    stages = [PipelineStage(chunk, index, count, device) for index, chunk in enumerate(chunks)]
+    stages = [OwnNeighbour(chunk, index, count, device) for index, chunk in enumerate(chunks)]
     of_stages = stages if count > 1 else stages[0]
     schedule = get_schedule_class(name)(of_stages, MICROBATCHES, loss_fn=nn.MSELoss())
     inputs, target = (torch.randn(MICROBATCHES * 4, width, device=device) for _ in range(2))
@@ -74,44 +84,48 @@ def make_step(
 
 
 def hook_findings(device: torch.device, connect: Connect, synchronize: Callable[[], None]) -> list[Finding]:
-    """The host's time that the hook takes of a computation, by schedule, the device running behind."""
+    """The host's time that the hook takes of a computation, by schedule, the device running behind.
+
+    Without and with the hook by turns: on an H200's host an iteration without it took from 3.7 to 7.2 ms.
+    """
     findings = []
     for name in SCHEDULES:
         schedule, step = make_step(name, device)
-        bare_s = _host_time_s(step, synchronize)
-        marked = {"count": 0}
-        attachment = attach(schedule, job_id=f"test-{name}", connect=connect)
-        begin = attachment.begin
-
-        def counted(
-            kind: Kind,
-            microbatch: int,
-            chunk: int = 0,
-            begin: Callable[..., None] = begin,
-            marked: dict[str, int] = marked,
-        ) -> None:
-            marked["count"] += 1
-            begin(kind, microbatch, chunk)
-
-        step()  # the first one registers
-        attachment.begin = counted  # type: ignore[method-assign]
-        step()
-        del attachment.begin
-        attached_s = _host_time_s(step, synchronize)
-        attachment.detach()
-        # Before and after: whatever else slows the machine down is in both.
-        bare_s = (bare_s + _host_time_s(step, synchronize)) / 2
-        cost_s = (attached_s - bare_s) / marked["count"]
+        bare_s, costs_s = [_host_time_s(step, synchronize)], []
+        for turn in range(TURNS):
+            attachment = attach(schedule, job_id=f"test-{name}-{turn}", connect=connect)
+            step()  # the first one registers
+            if not turn:
+                count = _marked_count(attachment, step)
+            attached_s = _host_time_s(step, synchronize)
+            attachment.detach()
+            bare_s.append(_host_time_s(step, synchronize))
+            costs_s.append((attached_s - mean(bare_s[-2:])) / count)
+        cost_s, least_s, most_s = median(costs_s), min(costs_s), max(costs_s)
         findings.append(
             judged(
                 f"cost of the hook, {name}, {SCHEDULES[name]} stages",
-                f"{1e6 * cost_s:.1f} µs a computation ({marked['count']} an iteration of "
-                f"{1e3 * bare_s:.1f} ms on the host)",
+                f"{1e6 * cost_s:.1f} µs a computation, {1e6 * least_s:.0f} to {1e6 * most_s:.0f} in {TURNS} "
+                f"turns ({count} an iteration of {1e3 * median(bare_s):.1f} ms on the host)",
                 f"at most {1e6 * COST_LIMIT_S:.0f} µs",
                 cost_s <= COST_LIMIT_S,
             )
         )
     return findings
+
+
+def _marked_count(attachment: Attachment, step: Callable[[], None]) -> int:
+    """Train an iteration, and count its computations."""
+    begin, marked = attachment.begin, []
+
+    def counted(kind: Kind, microbatch: int, chunk: int = 0) -> None:
+        marked.append(kind)
+        begin(kind, microbatch, chunk)
+
+    attachment.begin = counted  # type: ignore[method-assign]
+    step()
+    del attachment.begin
+    return len(marked)
 
 
 def training_findings(
@@ -127,10 +141,10 @@ def training_findings(
     """The energy of a real training, predicted by the powers of its computations in an earlier part of it.
 
     Nothing sets a clock: it is observed. Both parts wait between iterations, the second one half as often.
-    Under GPipe computations of a kind follow each other for longer than most counters' period.
+    Under GPipe all computations of a kind follow each other; the stage has as many layers as that takes.
     """
     with alone():
-        schedule, step = make_step("GPipe", device, make_stage, width)
+        schedule, step = make_step("GPipe", device, _long(make_stage, width, device, synchronize), width)
         attachment = attach(schedule, job_id="test-training", connect=lambda **_: probe)
         step()  # the first one registers
         recordings = [
@@ -139,6 +153,21 @@ def training_findings(
         ]
         attachment.detach()
     return predicted("energy of a training", [Kind.FORWARD.name, Kind.BACKWARD.name], *recordings)
+
+
+def _long(
+    make_stage: Callable[[int], nn.Module], width: int, device: torch.device, synchronize: Callable[[], None]
+) -> Callable[[int], nn.Module]:
+    """Repeat a stage so often that the forwards of an iteration take `_RUN_S`."""
+    stage, tensor = make_stage(width).to(device), torch.randn(4, width, device=device)
+    times_s = []
+    for _ in range(5):
+        synchronize()
+        begun_s = time.monotonic()
+        stage(tensor)
+        synchronize()
+        times_s.append(time.monotonic() - begun_s)
+    return lambda _width: nn.Sequential(*[stage] * math.ceil(_RUN_S / MICROBATCHES / min(times_s)))
 
 
 def _train(

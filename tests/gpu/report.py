@@ -6,9 +6,6 @@ from pathlib import Path
 
 from rich.table import Table
 
-NOT_YET = "`make test-gpu` has not been run on a real GPU yet. It replaces this line with its first table.\n"
-"""The placeholder that the first report replaces."""
-
 
 class Verdict(Enum):
     """What became of a check."""
@@ -87,7 +84,7 @@ class Report:
 
 def append(page: Path, report: Report) -> None:
     """Put a report at the end of a page, whole or not at all."""
-    text = page.read_text().replace(NOT_YET, "").rstrip("\n")
+    text = page.read_text().rstrip("\n")
     draft = page.with_name(f".{page.name}.draft")
     draft.write_text(f"{text}\n\n{report.markdown()}")
     draft.replace(page)

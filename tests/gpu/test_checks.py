@@ -1,5 +1,6 @@
 """The checks of `make test-gpu`, as far as they run without a GPU: that they pass, and that they can fail."""
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,6 +9,8 @@ from pathlib import Path
 import pynvml
 import pytest
 
+from perseus.agent.energy.counter import CounterChange
+from perseus.agent.energy.regression import Span
 from perseus.agent.gpu.nvml import NvmlGpu
 from perseus.agent.sidecar import self_test
 from perseus.demo import nvml_stub
@@ -55,6 +58,21 @@ def test_powers_of_one_sequence_predict_the_counter_over_another(seed: int) -> N
     findings = judge(KINDS, first, second)
     assert verdicts(findings)["energy by regression"] is Verdict.PASSED, findings
     assert verdicts(findings)["energy counter, period"] is Verdict.PASSED
+
+
+def test_powers_predict_a_real_counter() -> None:
+    """An H200's: `h200.json` has both sequences as these checks recorded them."""
+    first, second = (
+        Recording(
+            [CounterChange(*change) for change in each["changes"]],
+            [Span(*span) for span in each["spans"]],
+            each["begin_s"],
+            each["end_s"],
+        )
+        for each in json.loads(Path(__file__).with_name("h200.json").read_text())
+    )
+    findings = judge(("float32 8192", "bfloat16 512"), first, second)
+    assert verdicts(findings)["energy by regression"] is Verdict.PASSED, findings
 
 
 def test_a_load_that_draws_otherwise_than_it_did_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

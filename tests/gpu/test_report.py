@@ -7,7 +7,7 @@ from rich.console import Console
 
 from tests.gpu.check import NothingToCheckError, driver_or_why_not, main
 from tests.gpu.needs import needs
-from tests.gpu.report import NOT_YET, Finding, Report, append, judged
+from tests.gpu.report import Finding, Report, append, judged
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -33,9 +33,9 @@ def test_the_table_has_every_finding() -> None:
         assert text in output.getvalue()
 
 
-def test_reports_are_put_at_the_end_of_the_page_and_the_first_ends_the_waiting(tmp_path: Path) -> None:
+def test_reports_are_put_at_the_end_of_the_page(tmp_path: Path) -> None:
     page = tmp_path / "gpus.md"
-    page.write_text(f"# GPUs\n\nText.\n\n{NOT_YET}")
+    page.write_text("# GPUs\n\nText.\n\n")
     append(page, report(GOOD, BAD))
     append(page, report(REPORTED))
     assert page.read_text() == (
@@ -51,7 +51,6 @@ def test_reports_are_put_at_the_end_of_the_page_and_the_first_ends_the_waiting(t
 
 def test_the_page_ends_where_reports_go() -> None:
     text = (REPOSITORY / "benchmarks" / "results" / "gpus.md").read_text()
-    assert NOT_YET in text or "by `make test-gpu`." in text
     assert text.rindex("\n## ") == text.index("\n## Results")
 
 

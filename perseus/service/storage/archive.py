@@ -23,7 +23,7 @@ from sqlalchemy import Connection, LargeBinary, func, insert, select
 from perseus.job_id import slot_of
 from perseus.service.domain.errors import StoreFailedError
 from perseus.service.storage import schema
-from perseus.service.storage.engines import Opened, connect, enter, explain
+from perseus.service.storage.engines import Opened, check_encoding, connect, enter, explain
 from perseus.service.storage.membership import exclude_members
 from perseus.service.storage.migrating import migrate, slot_count
 
@@ -42,7 +42,7 @@ def export_database(database: Path | str, file: TextIO) -> int:
         DatabaseUnavailableError: it can't be opened, or is in use.
         StoreFailedError: reading it failed.
     """
-    opened = connect(database, is_read_only=False)
+    opened = connect(database, statement_limit_s=0)
     try:
         with opened.connection.begin():
             migrate(opened.connection, opened.name)
@@ -82,9 +82,10 @@ def import_database(database: Path | str, file: TextIO, slots: int = 1) -> int:
     found = _slots_of(*next(lines, (1, {})))
     if found not in (1, slots):
         raise ArchiveError(f"slots: expected {found}, as in the file, found {slots}")
-    opened = connect(database)
+    opened = connect(database, statement_limit_s=0)
     try:
         with opened.connection.begin():
+            check_encoding(opened.connection, opened.name)
             for slot in range(slots):
                 migrate(opened.connection, opened.name, slot)
                 if slot == 0:
@@ -124,7 +125,7 @@ def _import(
 
     def insert_rows(slot: int, name: str) -> None:
         if slots > 1:
-            enter(connection, slot, is_local=True)
+            enter(connection, slot)
         connection.execute(insert(schema.metadata.tables[name]), rows.pop((slot, name)))
 
     for count, (number, line) in enumerate(lines):

@@ -51,7 +51,7 @@ def recordings(database: Path | str, job_id: str) -> dict[int, str]:
         except ValueError as error:
             raise DatabaseUnavailableError(database=database_name(database), cause=error) from None
         if (slot := slot_of(job_id, slot_count(connection))) != 0:
-            enter(connection, slot, is_local=True)
+            enter(connection, slot)
         table = schema.recordings.c
         rows = connection.execute(
             select(table.run_number, table.document).where(table.job_id == job_id).order_by(table.run_number)
@@ -61,7 +61,7 @@ def recordings(database: Path | str, job_id: str) -> dict[int, str]:
 
 @contextmanager
 def _opened(database: Path | str) -> Iterator[Connection]:
-    opened = connect(database, is_read_only=True)
+    opened = connect(database, is_read_only=True, statement_limit_s=0)
     try:
         with opened.connection.begin():
             yield opened.connection
@@ -111,7 +111,7 @@ def _findings(connection: Connection, slot: int = 0) -> Iterator[str]:
     yield from _event_findings(connection)
     if slot == 0:
         for other in range(1, slot_count(connection)):
-            enter(connection, other, is_local=True)
+            enter(connection, other)
             yield from (f"slot {other}: {finding}" for finding in _findings(connection, other))
 
 

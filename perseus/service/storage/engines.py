@@ -10,19 +10,21 @@ to lock it. If files were removed or replaced under a running coordinator, it wo
 write to a file without a name; so every commit compares the open files with those under their names.
 
 On PostgreSQL several coordinators share the database, and each transaction checks that it may write
-(`membership`). The writing connection never reconnects by itself: what was on its way is unknown.
+(`membership`). Every connection sets what it depends on, whatever the defaults of server, database and role,
+and one that is lost is opened again by the next transaction: what was on its way is then unknown.
 """
 
 import fcntl
 import os
+import socket
 import sqlite3
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
@@ -36,6 +38,11 @@ _CONNECT_TIMEOUT_S = 10
 
 _SILENCE_LIMIT_S = 5
 """A server that vanished without a word is noticed after about this time, and so is a client."""
+
+_STATEMENT_LIMIT_S = 60.0
+_LOCK_LIMIT_S = 2.0
+_IDLE_TRANSACTION_LIMIT_S = 60.0
+"""By default a statement may take, and wait for a lock, as long, and a transaction be left alone."""
 
 _LONG_LOG_BYTES = 64 * 2**20
 """While the log is longer, reads take turns with commits. SQLite checkpoints it every 4 MB, but only up to
@@ -72,6 +79,10 @@ _POSTGRESQL_CAUSES = {
     "55P03": LOCKED,
 }
 
+# Failures that pass: a conflict of transactions, a lock that is not free, a cancelled statement, a lost
+# connection, and a server that does not take one yet.
+_PASSING = ("40001", "40P01", "55P03", "57", "08", "25P03", "53300")
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
@@ -85,6 +96,7 @@ class Opened:
         errors: the exceptions that it raises when it fails.
         size_query: the SQL query for its size in bytes.
         close: closes it.
+        abort: lets whoever waits for its answer fail, from any thread.
     """
 
     connection: Connection
@@ -94,6 +106,7 @@ class Opened:
     errors: tuple[type[Exception], ...]
     size_query: str
     close: Callable[[], None]
+    abort: Callable[[], None]
 
 
 def is_url(database: Path | str) -> bool:
@@ -111,13 +124,17 @@ def database_name(database: Path | str) -> str:
         return "(not a URL)"
 
 
-def connect(database: Path | str, *, slot: int = 0, is_read_only: bool = False) -> Opened:
+def connect(
+    database: Path | str, *, slot: int = 0, is_read_only: bool = False, session: str = "", **limits_s: float
+) -> Opened:
     """Open a database; lock a SQLite file unless it is opened read-only.
 
     Args:
         database: the path of a SQLite file, created if it doesn't exist, or postgresql://….
         slot: the slot of jobs that statements are about, on PostgreSQL.
         is_read_only: only read, beside the coordinator that holds the lock; write and create nothing.
+        session: the name of the session there.
+        limits_s: `statement_limit_s` and `lock_limit_s` of `postgresql_engine`.
 
     Raises:
         DatabaseUnavailableError: it is in use, can't be reached or created, or has an unknown engine.
@@ -129,14 +146,16 @@ def connect(database: Path | str, *, slot: int = 0, is_read_only: bool = False) 
                 cause = "it can't be written: the file or its file system is read-only"
                 raise DatabaseUnavailableError(database=name, cause=cause)
             return _connect_sqlite(Path(database), is_read_only)
-        return _connect_postgresql(database, name, slot, is_read_only)
+        return _connect_postgresql(
+            database, name, slot=slot, is_read_only=is_read_only, session=session, **limits_s
+        )
     except (SQLAlchemyError, sqlite3.Error, OSError) as error:
         raise DatabaseUnavailableError(database=name, cause=explain(error)) from None
 
 
 def explain(error: Exception) -> str:
     """Return the cause of a database's failure, in one line."""
-    origin: Any = error.orig if isinstance(error, DBAPIError) else error
+    origin = _origin(error)
     cause_text = " ".join(str(origin).split())
     if (code := getattr(origin, "sqlite_errorname", None)) is not None:
         cause = next((text for prefix, text in _SQLITE_CAUSES if code.startswith(prefix)), None)
@@ -148,6 +167,17 @@ def explain(error: Exception) -> str:
         cause = _POSTGRESQL_CAUSES.get(state) or _POSTGRESQL_CAUSES.get(state[:2])
         return f"{cause} ({cause_text})" if cause else f"{cause_text} (SQLSTATE {state})"
     return cause_text or type(error).__name__
+
+
+def may_pass(error: Exception) -> bool:
+    """Return whether the same transaction may succeed later, or on another connection."""
+    state = getattr(_origin(error), "sqlstate", "")
+    return state is None or state.startswith(_PASSING)  # None comes from the driver: the connection is lost
+
+
+def _origin(error: Exception) -> Any:
+    """Return the driver's own error."""
+    return error.orig if isinstance(error, DBAPIError) else error
 
 
 # ---------------------------------------------------------------------- SQLite
@@ -188,6 +218,7 @@ def _connect_sqlite(path: Path, is_read_only: bool) -> Opened:
             driver_errors(engine),
             _SQLITE_SIZE,
             stack.pop_all().close,
+            raw.interrupt,
         )
 
 
@@ -265,8 +296,26 @@ def _stat(file: Path) -> os.stat_result | None:
 # ---------------------------------------------------------------------- PostgreSQL
 
 
-def postgresql_engine(database: Path | str, **options: Any) -> Engine:
-    """Return an engine for a PostgreSQL server; `options` are SQLAlchemy's.
+def postgresql_engine(
+    database: Path | str,
+    *,
+    slot: int = 0,
+    is_read_only: bool = False,
+    session: str = "",
+    statement_limit_s: float = _STATEMENT_LIMIT_S,
+    lock_limit_s: float = _LOCK_LIMIT_S,
+    **options: Any,
+) -> Engine:
+    """Return an engine for a PostgreSQL server, whose connections inherit no default that matters.
+
+    Args:
+        database: postgresql://….
+        slot: the slot of jobs that statements are about.
+        is_read_only: only read; each transaction sees one state.
+        session: the name of its sessions.
+        statement_limit_s: after so long a statement fails; 0 for never.
+        lock_limit_s: after so long a statement that waits for a lock fails; 0 for never.
+        options: SQLAlchemy's.
 
     Raises:
         DatabaseUnavailableError: the database is not given as postgresql://….
@@ -280,7 +329,7 @@ def postgresql_engine(database: Path | str, **options: Any) -> Engine:
     if url.drivername not in _POSTGRESQL:
         cause = f"expected a path or postgresql://…, found {url.drivername}://…"
         raise DatabaseUnavailableError(database=name, cause=cause)
-    return create_engine(
+    engine = create_engine(
         url.set(drivername="postgresql+psycopg"),
         connect_args={
             "connect_timeout": _CONNECT_TIMEOUT_S,
@@ -288,43 +337,88 @@ def postgresql_engine(database: Path | str, **options: Any) -> Engine:
             "keepalives_interval": 1,
             "keepalives_count": 3,
             "tcp_user_timeout": _SILENCE_LIMIT_S * 1000,
+            "client_encoding": "utf8",
+            **({"application_name": session} if session else {}),
         },
         **options,
     )
+    settings = {
+        "default_transaction_isolation": "repeatable read" if is_read_only else "read committed",
+        "default_transaction_read_only": "on" if is_read_only else "off",
+        "default_transaction_deferrable": "off",
+        "synchronous_commit": "on",  # acknowledged data must survive the server's crash
+        "statement_timeout": f"{statement_limit_s * 1000:.0f}",
+        "lock_timeout": f"{lock_limit_s * 1000:.0f}",
+        "idle_in_transaction_session_timeout": f"{_IDLE_TRANSACTION_LIMIT_S * 1000:.0f}",
+        "idle_session_timeout": "0",
+        "transaction_timeout": "0",
+        "tcp_keepalives_idle": f"{_SILENCE_LIMIT_S}",
+        "tcp_keepalives_interval": "1",
+        "tcp_keepalives_count": "3",
+        "tcp_user_timeout": f"{_SILENCE_LIMIT_S * 1000}",
+        "extra_float_digits": "1",  # figures are read as they were written
+    }
+    event.listen(engine, "connect", lambda connection, _: _set(connection, settings, slot))
+    return engine
 
 
-def enter(connection: Connection, slot: int, *, is_local: bool) -> None:
-    """Let a connection to PostgreSQL, or its open transaction alone, find the tables of a slot."""
+def _set(connection: Any, settings: Mapping[str, str], slot: int) -> None:
+    """Let a new session have these settings, as far as its server knows them, and find a slot's tables."""
     connection.execute(
-        text(
-            "SELECT set_config('search_path', :own || reset_val, :is_local) "
-            "FROM pg_settings WHERE name = 'search_path'"
-        ),
-        {"own": f"{schema_of(slot)}, " if slot else "", "is_local": is_local},
+        "SELECT set_config(name, wanted, false) FROM unnest(%s::text[], %s::text[]) AS new (name, wanted) "
+        "JOIN pg_settings USING (name)",
+        (list(settings), list(settings.values())),
     )
+    if slot:
+        connection.execute(_ENTER, {"own": f"{schema_of(slot)}, ", "is_local": False})
+    connection.commit()
 
 
-def _connect_postgresql(database: Path | str, name: str, slot: int, is_read_only: bool) -> Opened:
+_ENTER = """
+SELECT set_config('search_path', %(own)s || reset_val, %(is_local)s)
+FROM pg_settings WHERE name = 'search_path'"""
+
+
+def enter(connection: Connection, slot: int) -> None:
+    """Let the open transaction of a connection to PostgreSQL find the tables of a slot."""
+    own = f"{schema_of(slot)}, " if slot else ""
+    connection.exec_driver_sql(_ENTER, {"own": own, "is_local": True})
+
+
+def check_encoding(connection: Connection, name: str) -> None:
+    """Check that any text can be stored.
+
+    Raises:
+        DatabaseUnavailableError: it can't.
+    """
+    if connection.dialect.name != "postgresql":
+        return
+    if (found := connection.exec_driver_sql("SHOW server_encoding").scalar()) != "UTF8":
+        cause = f"expected encoding UTF8, found {found}: create it with ENCODING 'UTF8' TEMPLATE template0"
+        raise DatabaseUnavailableError(database=name, cause=cause)
+
+
+def abort_connection(connection: Any) -> None:
+    """Let whoever waits for the answer to a connection of the driver fail, from any thread."""
+    with suppress(Exception), socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)  # fails if it is closed, or being closed
+
+
+def _connect_postgresql(database: Path | str, name: str, **options: Any) -> Opened:
     with ExitStack() as stack:
         # Positional parameters, as in SQLite.
-        engine = postgresql_engine(database, poolclass=NullPool, paramstyle="format")
-        connection = stack.enter_context(engine.connect())
-        enter(connection, slot, is_local=False)
-        connection.commit()
-        if is_read_only:
-            connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
-        else:
-            # Whatever the server's default: acknowledged data must survive its crash.
-            connection.exec_driver_sql("SET synchronous_commit = on")
-            connection.commit()
+        engine = postgresql_engine(database, poolclass=NullPool, paramstyle="format", **options)
+        latest: list[Any] = []
+        event.listen(engine, "connect", lambda connection, _: latest.__setitem__(slice(None), [connection]))
         return Opened(
-            connection,
+            stack.enter_context(engine.connect()),
             name,
             lambda: None,
             lambda: False,
             driver_errors(engine),
             _POSTGRESQL_SIZE,
             stack.pop_all().close,
+            lambda: abort_connection(latest[0]),
         )
 
 

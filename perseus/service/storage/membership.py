@@ -18,11 +18,18 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, event, text
+from sqlalchemy import Connection, text
 
 from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
 from perseus.service.domain.members import Member, Slot
-from perseus.service.storage.engines import LOCKED, database_name, driver_errors, explain, postgresql_engine
+from perseus.service.storage.engines import (
+    LOCKED,
+    check_encoding,
+    database_name,
+    driver_errors,
+    explain,
+    postgresql_engine,
+)
 from perseus.service.storage.migrating import migrate, slot_count
 
 _MIGRATION_LOCK = 0x7065727365757301
@@ -78,18 +85,19 @@ class MemberRows:
         """Connect to a database whose jobs are in so many slots, and migrate it if it has an older schema.
 
         Raises:
-            DatabaseUnavailableError: it can't be reached, is not ours or newer, has another number of slots,
-                or a coordinator of an older release runs on it.
+            DatabaseUnavailableError: it can't be reached, is not ours or newer, has another encoding or
+                number of slots, or a coordinator of an older release runs on it.
         """
         self.member_id = uuid.uuid4().hex
         self._lease_s = lease_s
         self._name = database_name(database)
-        self._engine = postgresql_engine(database, pool_size=1, max_overflow=0)
+        self._engine = postgresql_engine(
+            database, pool_size=1, max_overflow=0, statement_limit_s=lease_s / 6, lock_limit_s=0
+        )
         self._errors = driver_errors(self._engine)
-        limit_ms = round(lease_s * 1000 / 6)
-        event.listen(self._engine, "connect", lambda connection, _: _limit(connection, limit_ms))
         try:
             with self._engine.begin() as connection:
+                check_encoding(connection, self._name)
                 connection.execute(text("SET LOCAL statement_timeout = 0"))
                 connection.execute(text(f"SET LOCAL lock_timeout = {_MIGRATION_LOCK_LIMIT_MS}"))
                 connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
@@ -163,12 +171,9 @@ def _slots_of(connection: Connection, name: str, slots: int) -> int:
     return found
 
 
-def name_session(connection: Connection, member_id: str) -> None:
-    """Name a session that writes for a member, so that whoever takes over from it can end it."""
-    connection.execute(
-        text("SELECT set_config('application_name', 'perseus ' || :id, false)"), {"id": member_id}
-    )
-    connection.commit()
+def session_of(member_id: str) -> str:
+    """Return the name of sessions that write for a member: whoever takes over from it ends them."""
+    return f"perseus {member_id}"
 
 
 def check_fence(connection: Connection, fence: Slot, name: str) -> None:
@@ -195,9 +200,3 @@ def exclude_members(connection: Connection, name: str) -> None:
     connection.execute(text(_EVICT))
     if connection.execute(text("SELECT 1 FROM members")).first() is not None:
         raise DatabaseUnavailableError(database=name, cause=LOCKED)
-
-
-def _limit(connection: Any, limit_ms: int) -> None:
-    """Let a new connection's statements fail after a time, of which they may wait all for a lock."""
-    connection.execute(f"SET statement_timeout = {limit_ms}")
-    connection.commit()

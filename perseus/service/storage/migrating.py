@@ -56,7 +56,7 @@ def migrate(connection: Connection, name: str, slot: int = 0) -> bool:
     if (own := schema.schema_of(slot)) is not None:
         if not inspect(connection).has_schema(own):
             connection.execute(CreateSchema(own))
-        enter(connection, slot, is_local=True)
+        enter(connection, slot)
     try:
         found = version_of(connection, slot)
     except ValueError as error:

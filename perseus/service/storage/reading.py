@@ -63,7 +63,7 @@ def jobs_of_slots(
 
 
 def _jobs_of_slot(connection: Connection, slot: int, limit: int) -> tuple[list[ListedRun], int]:
-    enter(connection, slot, is_local=True)
+    enter(connection, slot)
     runs, latest = schema.runs.c, _latest_runs()
     short_spec = case((func.length(runs.spec) <= _LISTED_SPEC, runs.spec))
     rows = connection.execute(

@@ -128,10 +128,9 @@ class SqlStore:
         def open_here() -> SqlStore:
             with ExitStack() as stack:
                 slot = fence.number if fence is not None else 0
-                opened = connect(database, slot=slot)
+                session = membership.session_of(fence.holder) if fence is not None else ""
+                opened = connect(database, slot=slot, session=session)
                 stack.callback(opened.close)
-                if fence is not None:
-                    membership.name_session(opened.connection, fence.holder)
                 reader = connect(database, slot=slot, is_read_only=True)
                 stack.callback(reader.close)
                 ledger_reader = connect(database, slot=slot, is_read_only=True)

@@ -33,11 +33,12 @@ class Server:
     def url(self, database: str) -> str:
         return f"postgresql://tester@/{database}?host={self._folder}"
 
-    def new_database(self) -> str:
+    def new_database(self, encoding: str = "UTF8") -> str:
         """Create a database, and return its URL."""
         name = f"test_{uuid.uuid4().hex}"
+        kind = f"ENCODING '{encoding}' LOCALE 'C' TEMPLATE template0"
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
-            connection.execute(f'CREATE DATABASE "{name}"')
+            connection.execute(f'CREATE DATABASE "{name}" {kind}'.encode())
         return self.url(name)
 
     def start(self) -> None:

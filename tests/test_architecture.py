@@ -92,7 +92,7 @@ RULES: Mapping[str, PackageRules] = {
     "service.fleet.signal_targets": pure("numpy"),
     "service.signals": allowed("aiohttp"),
     "service.signal_settings": allowed("pydantic"),
-    "service.storage": allowed("alembic", "google", "numpy", "pydantic", "sqlalchemy"),
+    "service.storage": allowed("alembic", "google", "numpy", "pydantic", "sqlalchemy", "structlog"),
     "service.storage.commit_markers": pure(),
     "service.storage.migrations": allowed("alembic", "sqlalchemy"),
     "service.solving": allowed("dask", "distributed", "structlog"),

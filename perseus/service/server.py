@@ -28,7 +28,12 @@ from perseus.service.api.power_service import PowerService
 from perseus.service.api.reflection import enable_reflection
 from perseus.service.api.statuses import refusal_counts
 from perseus.service.api.token_service import TokenService
-from perseus.service.domain.errors import AddressUnavailableError, DaskMissingError, TokenFileUnusableError
+from perseus.service.domain.errors import (
+    AddressUnavailableError,
+    DaskMissingError,
+    DatabaseUnreadableError,
+    TokenFileUnusableError,
+)
 from perseus.service.domain.ledger import Rates
 from perseus.service.domain.members import ALONE, Fleet, Member, Slot
 from perseus.service.domain.principals import Grant
@@ -353,7 +358,10 @@ async def running(
             signals=signals,
             fleet=fleet,
         )
-        await coordinator.start()
+        try:
+            await coordinator.start()
+        except DatabaseUnreadableError as error:
+            raise (error.__cause__ or error) from None
         background = asyncio.ensure_future(coordinator.run())
         address = None
         try:

@@ -361,6 +361,14 @@ class DrainingError(CoordinatorError):
     template = "the coordinator is about to stop"
 
 
+class DatabaseUnreadableError(CoordinatorError):
+    """A read of the coordinator's database has failed; the coordinator goes on."""
+
+    code = "UNAVAILABLE"
+    retry_delay_s = 1
+    template = "the coordinator's database can't be read at the moment"
+
+
 class ServedElsewhereError(CoordinatorError):
     """Another coordinator of the fleet serves the slot, at `address` and `page_url`; empty while none does.
 

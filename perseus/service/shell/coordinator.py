@@ -7,10 +7,11 @@ and `agents` serves agents; the writer stores everything before anything leaves.
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import structlog
 
-from perseus.service.domain.errors import DrainingError
+from perseus.service.domain.errors import DatabaseUnreadableError, DrainingError
 from perseus.service.domain.ledger import UNKNOWN, Rates
 from perseus.service.domain.limits import Limits
 from perseus.service.domain.members import ALONE, Fleet
@@ -175,8 +176,9 @@ class Coordinator:
             pruned = await self._store.prune(self._retention, time.time())
             self.jobs.evict(self._retention, time.time())
             if pruned.is_done:
-                self.store_size_bytes = await self._store.size_bytes()
-                self.standbys = await self._store.standbys()
+                with suppress(DatabaseUnreadableError):
+                    self.store_size_bytes = await self._store.size_bytes()
+                    self.standbys = await self._store.standbys()
             await asyncio.sleep(PRUNE_ROUND_S if pruned.is_done else PRUNE_STEP_S)
 
     def late_s(self) -> float:

@@ -3,10 +3,11 @@
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import structlog
 
-from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.errors import DatabaseUnreadableError, InvalidFieldError
 from perseus.service.domain.ledger import HOUR_S, HourFilter, RatesAt
 from perseus.service.domain.members import ALONE, Fleet
 from perseus.service.domain.statement import LedgerTotals, Statement
@@ -54,7 +55,8 @@ class Ledger:
         """Add up the totals every minute, until cancelled. After a failure they are unknown."""
         while not self._has_failed:
             await self._writer.flush()
-            await self._add_up()
+            with suppress(DatabaseUnreadableError):
+                await self._add_up()
             await asyncio.sleep(TOTALS_S)
         await asyncio.Event().wait()
 

@@ -25,6 +25,7 @@ import structlog
 from perseus.service.domain.bounds import check_range
 from perseus.service.domain.errors import (
     BudgetNotFoundError,
+    DatabaseUnreadableError,
     FeedNotFoundError,
     InvalidFieldError,
 )
@@ -376,13 +377,20 @@ class Power:
                 return
 
     async def _read_shares(self) -> None:
-        """Take up what other coordinators have published, and the budgets that another has accepted."""
+        """Take up what other coordinators have published, and the budgets that another has accepted.
+
+        While the database can't be read, what is known of them goes on.
+        """
         if self._power_shares is None:
             return
-        await self._power_shares.read()
-        if self._of_fleet.served == 0:
+        before = self._records
+        try:
+            await self._power_shares.read()
+            if self._of_fleet.served == 0:
+                return
+            self._records = await self._load_budgets()
+        except DatabaseUnreadableError:
             return
-        before, self._records = self._records, await self._load_budgets()
         self._inbox += [BudgetCancelled(budget_id) for budget_id in before.keys() - self._records.keys()]
         self._inbox += [
             BudgetSet(record.budget)

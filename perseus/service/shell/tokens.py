@@ -5,13 +5,14 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import structlog
 
 from perseus.service.domain.errors import (
     CoordinatorError,
+    DatabaseUnreadableError,
     InvalidFieldError,
     TokenAlreadyExistsError,
     TokenNotFoundError,
@@ -87,7 +88,8 @@ class Tokens:
         while self._fleet.served != 0:
             await asyncio.sleep(RELOAD_S)
             async with self._reloading:
-                await self._reload()
+                with suppress(DatabaseUnreadableError):
+                    await self._reload()
         await asyncio.Event().wait()
 
     async def refresh(self) -> None:

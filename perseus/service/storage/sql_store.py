@@ -6,13 +6,18 @@ and when a stage may have been profiled before.
 
 `engines` opens the database, `migrating` brings it to the present schema, `writing`, `reading`, `pruning` use
 it. One connection writes and one reads, each in its own thread, one transaction after another: no commit
-waits
-for a reader. A read sees everything that was committed when it was requested. Every failure of the database
-itself is a StoreFailedError (`domain.errors`): nothing can be guaranteed from then on.
+waits for a reader. A read sees everything that was committed when it was requested.
+
+A read that fails is a DatabaseUnreadableError (`domain.errors`), and the next one may succeed. A failure of
+the writing connection is a StoreFailedError: nothing can be guaranteed from then on. Where a fence tells that
+nobody else writes, its transaction is tried again before, on a new connection if need be: the number of
+commits tells whether one was made whose answer was lost, and whether any was lost since.
 """
 
 import asyncio
+import random
 import secrets
+import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
@@ -20,25 +25,39 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+import structlog
 from sqlalchemy import Connection, delete, insert, select, update
 
-from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
+from perseus.rate_limited_log import RateLimitedLog
+from perseus.retry import Retry
+from perseus.service.domain.errors import (
+    DatabaseUnavailableError,
+    DatabaseUnreadableError,
+    StoreFailedError,
+)
 from perseus.service.domain.gpu_claims import ClaimChanges, Gpu, Place
 from perseus.service.domain.ledger import EnergyGroup, HourFilter
 from perseus.service.domain.members import Slot
 from perseus.service.domain.retention import Retention
 from perseus.service.storage import gpu_claims, ledger_rows, membership, reading, schema
 from perseus.service.storage.commit_markers import MAX_BOOTS_KEPT, Boot, History
-from perseus.service.storage.engines import Opened, connect, explain
+from perseus.service.storage.engines import Opened, connect, explain, may_pass
 from perseus.service.storage.migrating import migrate
 from perseus.service.storage.pruning import Pruner
 from perseus.service.storage.store import Entry, Pruned
 from perseus.service.storage.writing import GroupWriter
 
+log = structlog.get_logger(__name__)
+
 P = ParamSpec("P")
 T = TypeVar("T")
+
+REPEAT_LIMIT_S = 30.0
+"""How long a transaction is tried again. A lease that is lost meanwhile ends the coordinator before."""
+
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.02, 1.0
 
 
 def _read_method(
@@ -93,6 +112,8 @@ class SqlStore:
         self._reader_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-reader")
         self._ledger_reader = ledger_reader
         self._ledger_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-ledger")
+        self._is_closing = threading.Event()
+        self._failures = RateLimitedLog(log)
         self._connection = opened.connection
         with self._connection.begin():
             self._check_fence()
@@ -188,9 +209,7 @@ class SqlStore:
             UnstorableEntryError: an entry contains a value that could not be read back.
         """
         number = self._commit_number + 1
-        await self._run(partial(self._writer.write, entries, number))
-        self._commit_number = number
-        self._marker = self._history.marker(number)
+        await self._run(partial(self._writer.write, entries, number), number)
 
     async def change_gpu_claims(self, slot: int, changes: ClaimChanges) -> dict[Gpu, tuple[int, Place]]:
         """Claim and release GPUs for a slot; return whose those are that it wanted to claim."""
@@ -213,8 +232,7 @@ class SqlStore:
 
         Those of months take seconds, so they have a connection of their own: lists and reports need not wait.
         """
-        query = partial(ledger_rows.groups, wanted=wanted)
-        return await self._in_transaction(self._ledger_thread, self._ledger_reader, query)
+        return await self._read_ledger(partial(ledger_rows.groups, wanted=wanted))
 
     async def telemetry_sequence(self, instance_id: str) -> int:
         """Return the highest sequence taken from an agent, 0 if none."""
@@ -230,7 +248,7 @@ class SqlStore:
         return int(await self._read(lambda connection: connection.exec_driver_sql(query).scalar() or 0))
 
     async def watch(self) -> None:
-        """Wait until any operation fails, even one of another caller or a read.
+        """Wait until any operation but a read fails, even one of another caller.
 
         Raises:
             StoreFailedError: the failure.
@@ -253,41 +271,90 @@ class SqlStore:
 
         await asyncio.to_thread(close_here)
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        """Do work on the writing connection, in its thread and in one fenced transaction."""
+    async def _run(self, work: Callable[[], T], number: int | None = None) -> T:
+        """Do work on the writing connection, in its thread and in one fenced transaction.
 
-        def fenced(_: Connection) -> T:
-            self._check_fence()
-            return work()
+        `number` is that of the commit if `work` counts it; it must return None then.
+        """
+        return await self._in_thread(self._thread, partial(self._transact, work, number))
 
-        return await self._in_transaction(self._thread, self._opened, fenced)
+    def _transact(self, work: Callable[[], T], number: int | None) -> T:
+        retry = Retry(
+            _FIRST_DELAY_S, _MAX_DELAY_S, jitter=0.5, give_up_after_s=REPEAT_LIMIT_S, random=random.random
+        )
+        while True:
+            try:
+                with self._connection.begin():
+                    self._check_fence()
+                    is_done = retry.failure_count > 0 and self._is_committed(number)
+                    result = cast(T, None) if is_done else work()
+                break
+            except self._opened.errors as error:
+                failure = StoreFailedError(database=self._opened.name, cause=explain(error))
+                # Without a fence somebody else may have begun to write meanwhile.
+                may_repeat = self._fence is not None and may_pass(error)
+                delay_s = retry.failed(time.monotonic())
+                if not may_repeat or retry.is_over(time.monotonic()) or self._is_closing.wait(delay_s):
+                    raise failure from None
+            self._failures.warning("a transaction is tried again", cause=str(failure))
+            self._writer.forget_plans()  # what was written is rolled back
+        if number is not None:
+            self._commit_number, self._marker = number, self._history.marker(number)
+        self._check_files()
+        return result
+
+    def _is_committed(self, number: int | None) -> bool:
+        """Return whether a commit was made although its answer was lost.
+
+        Raises:
+            StoreFailedError: others were lost, or made by somebody else.
+        """
+        # A session of before that is about to commit holds the row until it has.
+        found = self._connection.scalar(select(schema.coordinator.c.commit_number).with_for_update())
+        if number is not None and found == number:
+            return True
+        if found != self._commit_number:
+            cause = f"it has lost commits: expected {self._commit_number} of them, found {found}"
+            raise StoreFailedError(database=self._opened.name, cause=cause)
+        return False
 
     def _check_fence(self) -> None:
         if self._fence is not None:
             membership.check_fence(self._connection, self._fence, self._opened.name)
 
+    def _check_files(self) -> None:
+        if (missing := self._opened.missing()) is not None:
+            raise StoreFailedError(database=self._opened.name, cause=missing)
+
     async def _read(self, query: Callable[[Connection], T]) -> T:
         """Run a query on the reading connection; between commits on the writing one while the log is too
         long."""
         if self._opened.has_long_log():
-            return await self._in_transaction(self._thread, self._opened, query)
-        return await self._in_transaction(self._reader_thread, self._reader, query)
+            return await self._run(partial(query, self._connection))
+        return await self._in_thread(self._reader_thread, partial(self._query, self._reader, query))
 
-    async def _in_transaction(
-        self, thread: ThreadPoolExecutor, opened: Opened, work: Callable[[Connection], T]
-    ) -> T:
-        def run() -> T:
+    async def _read_ledger(self, query: Callable[[Connection], T]) -> T:
+        return await self._in_thread(self._ledger_thread, partial(self._query, self._ledger_reader, query))
+
+    def _query(self, opened: Opened, query: Callable[[Connection], T]) -> T:
+        is_repeated = False
+        while True:
             try:
                 with opened.connection.begin():
-                    result = work(opened.connection)
+                    result = query(opened.connection)
+                break
             except opened.errors as error:
-                raise StoreFailedError(database=opened.name, cause=explain(error)) from None
-            if (missing := self._opened.missing()) is not None:
-                raise StoreFailedError(database=opened.name, cause=missing)
-            return result
+                failure = StoreFailedError(database=opened.name, cause=explain(error))
+            if is_repeated or not opened.connection.invalidated or self._is_closing.is_set():
+                self._failures.warning("the database can't be read", cause=str(failure))
+                raise DatabaseUnreadableError from failure
+            is_repeated = True  # on a new connection: this one may have been cut long ago
+        self._check_files()
+        return result
 
+    async def _in_thread(self, thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(thread, run)
+            return await asyncio.get_running_loop().run_in_executor(thread, work)
         except StoreFailedError as error:
             self._failure = error
             self._has_failed.set()

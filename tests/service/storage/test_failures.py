@@ -15,7 +15,11 @@ from random import Random
 import psycopg
 import pytest
 
-from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
+from perseus.service.domain.errors import (
+    DatabaseUnavailableError,
+    DatabaseUnreadableError,
+    StoreFailedError,
+)
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import EventEntry, NewRun, TelemetrySequence
 from perseus.v1 import event_pb2
@@ -133,7 +137,8 @@ async def test_a_corrupt_file_ends_the_store(tmp_path: Path) -> None:
     async def use() -> None:
         store = await SqlStore.open(path)
         try:
-            await store.events("job", 1, 0, 1000)
+            with pytest.raises(DatabaseUnreadableError):
+                await store.events("job", 1, 0, 1000)
             await store.write([event(number, 3000) for number in range(200, 400)])
         finally:
             await store.close()

@@ -150,7 +150,7 @@ async def test_a_holder_that_freezes_before_its_commit_commits_nothing_and_holds
         taken.append(second.take(0, 1))
 
     monkeypatch.setattr(store._writer, "write", lambda *_: freeze())
-    with pytest.raises(StoreFailedError, match="connection"):
+    with pytest.raises(StoreFailedError, match="another coordinator has taken over"):
         await store.write([TelemetrySequence("agent", 7)])
     await store.close()
     assert taken == [2]

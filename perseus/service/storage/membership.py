@@ -30,7 +30,13 @@ from perseus.service.storage.engines import (
     explain,
     postgresql_engine,
 )
-from perseus.service.storage.migrating import migrate, slot_count
+from perseus.service.storage.migrating import (
+    commit_number,
+    create_state,
+    data_missing,
+    migrate,
+    slot_count,
+)
 
 _MIGRATION_LOCK = 0x7065727365757301
 """An advisory lock for the length of a migration. Coordinators before schema v0005 held it as long as they
@@ -86,7 +92,7 @@ class MemberRows:
 
         Raises:
             DatabaseUnavailableError: it can't be reached, is not ours or newer, has another encoding or
-                number of slots, or a coordinator of an older release runs on it.
+                number of slots, lacks the data of one, or a coordinator of an older release runs on it.
         """
         self.member_id = uuid.uuid4().hex
         self._lease_s = lease_s
@@ -101,8 +107,12 @@ class MemberRows:
                 connection.execute(text("SET LOCAL statement_timeout = 0"))
                 connection.execute(text(f"SET LOCAL lock_timeout = {_MIGRATION_LOCK_LIMIT_MS}"))
                 connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
-                for slot in range(_slots_of(connection, self._name, slots)):
-                    migrate(connection, self._name, slot)
+                for number, lease_epoch in _slots_of(connection, self._name, slots):
+                    migrate(connection, self._name, number)
+                    if commit_number(connection) is None:
+                        if lease_epoch:
+                            raise data_missing(self._name, number)
+                        create_state(connection)
         except self._errors as error:
             self.close()
             raise DatabaseUnavailableError(database=self._name, cause=explain(error)) from None
@@ -155,8 +165,9 @@ class MemberRows:
             raise StoreFailedError(database=self._name, cause=explain(error)) from None
 
 
-def _slots_of(connection: Connection, name: str, slots: int) -> int:
-    """Return the number of a database's slots; an empty one gets so many.
+def _slots_of(connection: Connection, name: str, slots: int) -> list[tuple[int, int]]:
+    """Return a database's slots, each with its lease epoch, 0 before it was ever served; an empty one gets
+    so many.
 
     Raises:
         DatabaseUnavailableError: it has another number.
@@ -168,7 +179,8 @@ def _slots_of(connection: Connection, name: str, slots: int) -> int:
     if (found := slot_count(connection)) != slots:
         cause = f"slots: expected {found}, as its jobs are spread since its first start, found {slots}"
         raise DatabaseUnavailableError(database=name, cause=cause)
-    return found
+    rows = connection.execute(text("SELECT number, lease_epoch FROM slots ORDER BY number"))
+    return [(row.number, row.lease_epoch) for row in rows]
 
 
 def session_of(member_id: str) -> str:

@@ -5,13 +5,15 @@ Alembic's table records the latest migration, in every slot's schema by itself. 
 tables (`schema.OF_FLEET`) is for slot 0 alone: `context.config.attributes["schema"]` is then None.
 """
 
+import secrets
+import uuid
 from importlib import resources
 
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, func, inspect, select
+from sqlalchemy import Connection, func, insert, inspect, select
 from sqlalchemy.schema import CreateSchema
 
 from perseus.service.domain.errors import DatabaseUnavailableError
@@ -67,6 +69,26 @@ def migrate(connection: Connection, name: str, slot: int = 0) -> bool:
     else:
         command.upgrade(_config(connection, slot), schema.HEAD)
     return found is None
+
+
+def create_state(connection: Connection) -> None:
+    """Create the state of a new database, or of a new slot in it."""
+    connection.execute(
+        insert(schema.coordinator).values(
+            epoch=uuid.uuid4().hex, deleted_version=0, secret=secrets.token_hex(16), commit_number=0
+        )
+    )
+
+
+def commit_number(connection: Connection) -> int | None:
+    """Return the number of commits; None if there is no state."""
+    return connection.scalar(select(schema.coordinator.c.commit_number))
+
+
+def data_missing(name: str, slot: int) -> DatabaseUnavailableError:
+    """Return the error for a slot that was served, and whose data is gone."""
+    cause = f"the data of slot {slot} is missing, although it was served before: restore a copy"
+    return DatabaseUnavailableError(database=name, cause=cause)
 
 
 def slot_count(connection: Connection) -> int:

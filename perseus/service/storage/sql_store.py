@@ -44,7 +44,7 @@ from perseus.service.domain.retention import Retention
 from perseus.service.storage import gpu_claims, ledger_rows, membership, reading, schema
 from perseus.service.storage.commit_markers import MAX_BOOTS_KEPT, Boot, History
 from perseus.service.storage.engines import Opened, connect, explain, may_pass
-from perseus.service.storage.migrating import migrate
+from perseus.service.storage.migrating import commit_number, create_state, data_missing, migrate
 from perseus.service.storage.pruning import Pruner
 from perseus.service.storage.store import Entry, Pruned
 from perseus.service.storage.writing import GroupWriter
@@ -117,8 +117,13 @@ class SqlStore:
         self._connection = opened.connection
         with self._connection.begin():
             self._check_fence()
-            migrate(self._connection, opened.name, self._slot)
-            self._commit_number = _create_state(self._connection)
+            is_new = migrate(self._connection, opened.name, self._slot)
+            if is_new and fence is None:
+                create_state(self._connection)
+            number = commit_number(self._connection)
+            if number is None:
+                raise data_missing(opened.name, self._slot)
+            self._commit_number = number
             self._history = _begin_boot(self._connection, self._commit_number)
         self._marker = self._history.marker(self._commit_number)
         self._writer = GroupWriter(self._connection, clock)
@@ -142,7 +147,7 @@ class SqlStore:
             fence: the slot that is held, where others share the database: nothing is written after its loss.
 
         Raises:
-            DatabaseUnavailableError: it is not ours, in use, newer, or can't be created.
+            DatabaseUnavailableError: it is not ours, in use, newer, lacks its data, or can't be created.
             StoreFailedError: the slot is lost already.
         """
 
@@ -359,20 +364,6 @@ class SqlStore:
             self._failure = error
             self._has_failed.set()
             raise
-
-
-def _create_state(connection: Connection) -> int:
-    """Create the state of a new database; return its number of commits."""
-    columns = schema.coordinator.c
-    number = connection.scalar(select(columns.commit_number))
-    if number is not None:
-        return int(number)
-    connection.execute(
-        insert(schema.coordinator).values(
-            epoch=uuid.uuid4().hex, deleted_version=0, secret=secrets.token_hex(16), commit_number=0
-        )
-    )
-    return 0
 
 
 def _begin_boot(connection: Connection, commit_number: int) -> History:

@@ -1,20 +1,25 @@
 """Members, slots and fences on a real PostgreSQL."""
 
 import asyncio
-from collections.abc import Iterator
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from io import StringIO
+from pathlib import Path
 
 import psycopg
 import pytest
+from sqlalchemy import delete, text
 
 from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
 from perseus.service.domain.members import Member, Slot
 from perseus.service.domain.power import Budget, BudgetRecord
 from perseus.service.domain.principals import Grant, Scope, Token
 from perseus.service.domain.retention import Retention
-from perseus.service.storage import membership
+from perseus.service.storage import membership, schema
 from perseus.service.storage.archive import export_database
 from perseus.service.storage.checking import check_database
+from perseus.service.storage.engines import connect
 from perseus.service.storage.membership import MemberRows
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import BudgetEntry, TelemetrySequence, TokenEntry
@@ -212,6 +217,63 @@ def test_the_number_of_slots_is_fixed_at_the_first_start(fleet: Fleet) -> None:
     fleet.join(slots=2)
     with pytest.raises(DatabaseUnavailableError, match=r"slots: expected 2, as its jobs .*, found 1"):
         fleet.join()
+
+
+def lose_rows(url: str) -> None:
+    opened = connect(url, slot=1)
+    with opened.connection.begin():
+        opened.connection.execute(delete(schema.coordinator))
+    opened.close()
+
+
+def lose_tables(url: str) -> None:
+    opened = connect(url, slot=1)
+    with opened.connection.begin():
+        for table in schema.tables_of(1):
+            opened.connection.execute(text(f"DROP TABLE {table.name}"))
+        opened.connection.execute(text("DROP TABLE alembic_version"))
+    opened.close()
+
+
+@pytest.mark.parametrize("lose", [lose_rows, lose_tables])
+async def test_a_slot_that_was_served_and_whose_data_is_missing_is_not_made_anew(
+    fleet: Fleet, lose: Callable[[str], None]
+) -> None:
+    members = [await asyncio.to_thread(fleet.join, slots=2) for _ in range(2)]
+    fences = [Slot(number, members[number].member_id, 1) for number in range(2)]
+    for fence, member in zip(fences, members, strict=True):
+        assert member.take(fence.number, 0) == 1
+        await (await SqlStore.open(fleet.url, fence=fence)).close()
+    lose(fleet.url)
+    for start in (
+        lambda: asyncio.to_thread(fleet.join, slots=2),
+        lambda: SqlStore.open(fleet.url, fence=fences[1]),
+    ):
+        with pytest.raises(DatabaseUnavailableError, match=r"the data of slot 1 is missing") as caught:
+            await start()
+        assert "\n" not in str(caught.value)
+    await (await SqlStore.open(fleet.url, fence=fences[0])).close()
+
+
+async def test_a_slot_that_was_never_served_needs_no_data_from_an_earlier_release(fleet: Fleet) -> None:
+    await asyncio.to_thread(fleet.join, slots=2)
+    lose_rows(fleet.url)
+    member = await asyncio.to_thread(fleet.join, slots=2)
+    assert member.take(1, 0) == 1
+    await (await SqlStore.open(fleet.url, fence=Slot(1, member.member_id, 1))).close()
+
+
+def test_a_file_whose_data_is_missing_is_not_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.db"
+
+    async def use() -> None:
+        await (await SqlStore.open(path)).close()
+
+    asyncio.run(use())
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DELETE FROM coordinator")
+    with pytest.raises(DatabaseUnavailableError, match="the data of slot 0 is missing"):
+        asyncio.run(use())
 
 
 async def test_a_database_of_one_coordinator_goes_on_with_one_slot(fleet: Fleet) -> None:

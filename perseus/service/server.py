@@ -6,7 +6,8 @@ import gc
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,9 @@ from perseus.service.signals.factory import open_source
 from perseus.service.solving.dask_cluster import DaskCluster
 from perseus.service.solving.worker import Worker
 from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
-from perseus.service.storage.engines import is_url
+from perseus.service.storage.engines import Opened, is_url
 from perseus.service.storage.membership import MemberRows
-from perseus.service.storage.sql_store import SqlStore
+from perseus.service.storage.sql_store import SqlStore, open_connections
 from perseus.service.watchdog import Watchdog
 from perseus.service.web.access import HttpAuthenticator
 from perseus.service.web.app import make_app, make_standby_app
@@ -183,7 +184,8 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
                 if not member.taken.done() or member.ended.done():
                     return
                 fence, fleet = member.taken.result(), member.fleet
-            async with running(settings, fence, fleet) as (address, background):
+            connections = member.connections if member is not None else ()
+            async with running(settings, fence, fleet, connections) as (address, background):
                 if on_listening is not None:
                     on_listening(address)
                 await asyncio.wait({*ends, background}, return_when=asyncio.FIRST_COMPLETED)
@@ -209,7 +211,11 @@ async def joined(settings: CoordinatorSettings) -> AsyncIterator[FleetMember | N
     # Whoever listened here before is gone, unless several may listen.
     await asyncio.to_thread(check_free, settings.listen)
     rows = await asyncio.to_thread(MemberRows, settings.database, settings.member_lease_s, settings.slots)
-    member = FleetMember(rows, settings.member_lease_s)
+    member = FleetMember(
+        rows,
+        settings.member_lease_s,
+        partial(open_connections, settings.database, holder=rows.member_id),
+    )
     if settings.slots > 1 and not _address(settings):
         log.warning("nobody can be sent to this coordinator: set advertise to its HOST:PORT")
     try:
@@ -286,6 +292,7 @@ async def running(
     settings: CoordinatorSettings,
     fence: Slot | None = None,
     fleet: Fleet = ALONE,
+    connections: Sequence[Opened] = (),
     *,
     new_worker: Callable[[], Worker] = Worker,
 ) -> AsyncIterator[tuple[str, asyncio.Future[Any]]]:
@@ -293,7 +300,8 @@ async def running(
 
     The block gets the bound address, and a future that is done early only if the coordinator fails (its
     database fails); its error is raised when the block ends. `fence` is the slot that it holds, on a database
-    that it shares with the `fleet`. `new_worker` makes each of the solver's workers.
+    that it shares with the `fleet`, and `connections` are the store's, as `open_connections` opens them.
+    `new_worker` makes each of the solver's workers.
     """
     # A failed first start leaves no database and no operator's token behind: what may fail comes before the
     # database, and a new token's file is removed if anything fails after it.
@@ -313,7 +321,7 @@ async def running(
             secret = await asyncio.to_thread(_operator_token, settings.operator_token_file, starting)
         if settings.dask is not None and find_spec("distributed") is None:
             raise DaskMissingError
-        store = await SqlStore.open(settings.database, fence=fence)
+        store = await SqlStore.open(settings.database, fence=fence, connections=connections)
         stack.push_async_callback(store.close)
         percent = settings.solver_hull_tolerance_percent
         tolerance = None if percent is None else percent / 100

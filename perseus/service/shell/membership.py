@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar, assert_never
@@ -10,7 +10,11 @@ from typing import TypeVar, assert_never
 import structlog
 
 from perseus.rate_limited_log import RateLimitedLog
-from perseus.service.domain.errors import LeaseLostError, StoreFailedError
+from perseus.service.domain.errors import (
+    DatabaseUnavailableError,
+    LeaseLostError,
+    StoreFailedError,
+)
 from perseus.service.domain.members import Fleet, Slot
 from perseus.service.fleet.membership import (
     RENEWALS_PER_LEASE,
@@ -29,6 +33,7 @@ from perseus.service.fleet.membership import (
     Taken,
     Ticked,
 )
+from perseus.service.storage.engines import Opened
 from perseus.service.storage.membership import MemberRows
 
 log = structlog.get_logger(__name__)
@@ -44,16 +49,24 @@ class FleetMember:
     Attributes:
         fleet: what it knows of the others.
         taken: the slot, once it is taken.
+        connections: the store's, opened by then.
         ended: done once the membership has ended; with an error unless it was left in order.
     """
 
     def __init__(
-        self, rows: MemberRows, lease_s: float, monotonic: Callable[[], float] = time.monotonic
+        self,
+        rows: MemberRows,
+        lease_s: float,
+        open_connections: Callable[[int], Sequence[Opened]],
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`open_connections` opens the store's connections for a slot: who can't takes none."""
         self.fleet = Fleet(rows.member_id, None, (), ())
         self.taken: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.connections: Sequence[Opened] = ()
         self._rows = rows
+        self._open_connections = open_connections
         self._lease_s = lease_s
         self._monotonic = monotonic
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="membership")
@@ -84,6 +97,7 @@ class FleetMember:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._thread.shutdown(wait=False)
         await asyncio.to_thread(self._rows.close)
+        self._close_connections()
         if self.ended.done():
             self.ended.exception()  # it has been seen
 
@@ -104,6 +118,8 @@ class FleetMember:
                     self.fleet.slots = [taken if slot.number == number else slot for slot in self.fleet.slots]
                     self.taken.set_result(taken)
                 case Stop():
+                    for each in self.connections:  # nothing may be stored any more, so nobody waits for it
+                        each.abort()
                     if not self.ended.done():
                         self.ended.set_exception(LeaseLostError())
                 case _:
@@ -116,9 +132,12 @@ class FleetMember:
             sent_s = self._monotonic()
             try:
                 answer = await self._in_thread(partial(self._done, command, sent_s))
-            except StoreFailedError as error:
-                self._failures.warning("the lease is not renewed", str(error), cause=str(error))
-                self.fleet.late_renewal_count += 1
+            except (StoreFailedError, DatabaseUnavailableError) as error:
+                if isinstance(command, Take):
+                    self._failures.warning("the slot is not taken", str(error), cause=str(error))
+                else:
+                    self._failures.warning("the lease is not renewed", str(error), cause=str(error))
+                    self.fleet.late_renewal_count += 1
                 answer = _failed(command)
             if answer is None:  # departed
                 if not self.ended.done():
@@ -135,13 +154,25 @@ class FleetMember:
                 found = self._rows.renew()
                 return Expired() if found is None else Renewed(sent_s, *found)
             case Take(number, lease_epoch):
-                return Taken(number, self._rows.take(number, lease_epoch))
+                self.connections = self._open_connections(number)
+                taken = None
+                try:
+                    taken = self._rows.take(number, lease_epoch)
+                finally:
+                    if taken is None:
+                        self._close_connections()
+                return Taken(number, taken)
             case Depart():
                 self._rows.depart()
                 return None
             case Serve() | Stop():
                 raise AssertionError(f"expected a command for the database, found {command}")
         assert_never(command)
+
+    def _close_connections(self) -> None:
+        for each in self.connections:
+            each.close()
+        self.connections = ()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -18,7 +18,7 @@ import fcntl
 import os
 import socket
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -305,8 +305,9 @@ def postgresql_engine(
     statement_limit_s: float = _STATEMENT_LIMIT_S,
     lock_limit_s: float = _LOCK_LIMIT_S,
     **options: Any,
-) -> Engine:
-    """Return an engine for a PostgreSQL server, whose connections inherit no default that matters.
+) -> tuple[Engine, Callable[[], None]]:
+    """Return an engine for a PostgreSQL server, whose connections inherit no default that matters, and a
+    function that lets whoever waits for the latest connection's answer fail, from any thread.
 
     Args:
         database: postgresql://….
@@ -358,8 +359,14 @@ def postgresql_engine(
         "tcp_user_timeout": f"{_SILENCE_LIMIT_S * 1000}",
         "extra_float_digits": "1",  # figures are read as they were written
     }
-    event.listen(engine, "connect", lambda connection, _: _set(connection, settings, slot))
-    return engine
+    latest: list[Any] = []
+
+    @event.listens_for(engine, "connect")
+    def begin_session(connection: Any, _: object) -> None:
+        latest[:] = [connection]
+        _set(connection, settings, slot)
+
+    return engine, lambda: _abort(latest)
 
 
 def _set(connection: Any, settings: Mapping[str, str], slot: int) -> None:
@@ -398,18 +405,18 @@ def check_encoding(connection: Connection, name: str) -> None:
         raise DatabaseUnavailableError(database=name, cause=cause)
 
 
-def abort_connection(connection: Any) -> None:
-    """Let whoever waits for the answer to a connection of the driver fail, from any thread."""
-    with suppress(Exception), socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.shutdown(socket.SHUT_RDWR)  # fails if it is closed, or being closed
+def _abort(connections: Iterable[Any]) -> None:
+    for connection in connections:
+        with suppress(Exception), socket.socket(fileno=os.dup(connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)  # fails if it is closed, or being closed
 
 
 def _connect_postgresql(database: Path | str, name: str, **options: Any) -> Opened:
     with ExitStack() as stack:
         # Positional parameters, as in SQLite.
-        engine = postgresql_engine(database, poolclass=NullPool, paramstyle="format", **options)
-        latest: list[Any] = []
-        event.listen(engine, "connect", lambda connection, _: latest.__setitem__(slice(None), [connection]))
+        engine, abort = postgresql_engine(
+            database, poolclass=NullPool, pool_reset_on_return=None, paramstyle="format", **options
+        )
         return Opened(
             stack.enter_context(engine.connect()),
             name,
@@ -418,7 +425,7 @@ def _connect_postgresql(database: Path | str, name: str, **options: Any) -> Open
             driver_errors(engine),
             _POSTGRESQL_SIZE,
             stack.pop_all().close,
-            lambda: abort_connection(latest[0]),
+            abort,
         )
 
 

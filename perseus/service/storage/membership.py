@@ -97,7 +97,7 @@ class MemberRows:
         self.member_id = uuid.uuid4().hex
         self._lease_s = lease_s
         self._name = database_name(database)
-        self._engine = postgresql_engine(
+        self._engine, self._abort = postgresql_engine(
             database, pool_size=1, max_overflow=0, statement_limit_s=lease_s / 6, lock_limit_s=0
         )
         self._errors = driver_errors(self._engine)
@@ -150,7 +150,9 @@ class MemberRows:
         self._run("DELETE FROM members WHERE member_id = :me")
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, even if a call waits for its answer."""
+        if self._engine.pool.checkedout():  # type: ignore[attr-defined] # a QueuePool
+            self._abort()
         self._engine.dispose()
 
     def _run(self, statement: str, **values: Any) -> list[Any]:

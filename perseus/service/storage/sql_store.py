@@ -21,6 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -58,6 +59,9 @@ REPEAT_LIMIT_S = 30.0
 """How long a transaction is tried again. A lease that is lost meanwhile ends the coordinator before."""
 
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.02, 1.0
+
+CLOSE_LIMIT_S = 5.0
+"""How long a database that is closed may take for what it was asked before."""
 
 
 def _read_method(
@@ -138,6 +142,7 @@ class SqlStore:
         *,
         clock: Callable[[], float] = time.time,
         fence: Slot | None = None,
+        connections: Sequence[Opened] = (),
     ) -> "SqlStore":
         """Open a database; create it if it doesn't exist, and migrate it if it has an older schema.
 
@@ -145,6 +150,7 @@ class SqlStore:
             database: the path of a SQLite file, or postgresql://….
             clock: the wall clock.
             fence: the slot that is held, where others share the database: nothing is written after its loss.
+            connections: those that `open_connections` has opened for the slot, if it has.
 
         Raises:
             DatabaseUnavailableError: it is not ours, in use, newer, lacks its data, or can't be created.
@@ -152,15 +158,11 @@ class SqlStore:
         """
 
         def open_here() -> SqlStore:
+            slot, holder = (fence.number, fence.holder) if fence is not None else (0, "")
+            opened, reader, ledger_reader = connections or open_connections(database, slot, holder)
             with ExitStack() as stack:
-                slot = fence.number if fence is not None else 0
-                session = membership.session_of(fence.holder) if fence is not None else ""
-                opened = connect(database, slot=slot, session=session)
-                stack.callback(opened.close)
-                reader = connect(database, slot=slot, is_read_only=True)
-                stack.callback(reader.close)
-                ledger_reader = connect(database, slot=slot, is_read_only=True)
-                stack.callback(ledger_reader.close)
+                for each in (opened, reader, ledger_reader):
+                    stack.callback(each.close)
                 try:
                     store = cls(opened, reader, ledger_reader, clock, fence)
                 except opened.errors as error:
@@ -263,17 +265,30 @@ class SqlStore:
         raise self._failure
 
     async def close(self) -> None:
-        """Close the database; whatever was written stays."""
+        """Close the database; whatever was written stays.
+
+        Raises:
+            StoreFailedError: it does not answer.
+        """
 
         def close_here() -> None:
+            closing = {}
             for thread, opened in (
                 (self._ledger_thread, self._ledger_reader),
                 (self._reader_thread, self._reader),
                 (self._thread, self._opened),
             ):
-                thread.shutdown()
-                opened.close()
+                closing[thread.submit(opened.close)] = opened
+                thread.shutdown(wait=False)
+            late = futures.wait(closing, CLOSE_LIMIT_S).not_done
+            for future in late:
+                closing[future].abort()
+            futures.wait(late)
+            if late:
+                cause = f"it has not answered for {CLOSE_LIMIT_S:g} s"
+                raise StoreFailedError(database=self._opened.name, cause=cause)
 
+        self._is_closing.set()
         await asyncio.to_thread(close_here)
 
     async def _run(self, work: Callable[[], T], number: int | None = None) -> T:
@@ -364,6 +379,25 @@ class SqlStore:
             self._failure = error
             self._has_failed.set()
             raise
+
+
+def open_connections(database: Path | str, slot: int = 0, holder: str = "") -> list[Opened]:
+    """Open a store's connections, for the holder of a slot: to write, to read, and to read the ledger.
+
+    Raises:
+        DatabaseUnavailableError: one of them can't be opened.
+    """
+    session = membership.session_of(holder) if holder else ""
+    with ExitStack() as stack:
+        opened = []
+        for is_read_only in (False, True, True):
+            each = connect(
+                database, slot=slot, is_read_only=is_read_only, session="" if is_read_only else session
+            )
+            stack.callback(each.close)
+            opened.append(each)
+        stack.pop_all()
+    return opened
 
 
 def _begin_boot(connection: Connection, commit_number: int) -> History:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from perseus.service.domain.errors import LeaseLostError, StoreFailedError
+from perseus.service.domain.errors import DatabaseUnavailableError, LeaseLostError, StoreFailedError
 from perseus.service.domain.members import Member, Slot
 from perseus.service.shell.membership import FleetMember
 
@@ -21,12 +21,19 @@ class Rows:
         self.others = others
         self.calls: list[str] = []
         self.is_failing = False
+        self.has_connections = True
 
     def _note(self, call: str) -> None:
         if self.is_failing:
             raise StoreFailedError(database="db", cause="it is away")
         if not self.calls or self.calls[-1] != call:
             self.calls.append(call)
+
+    def open_connections(self, number: int) -> list["Connection"]:
+        if not self.has_connections:
+            raise DatabaseUnavailableError(database="db", cause="too many")
+        self._note(f"connect for {number}")
+        return [Connection(self.calls)]
 
     def join(self, address: str, place: str, page_url: str) -> None:
         self._note(f"join {address} {place} {page_url}")
@@ -47,8 +54,21 @@ class Rows:
         self.calls.append("close")
 
 
+class Connection:
+    """A connection of the store."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def abort(self) -> None:
+        self._calls.append("abort")
+
+    def close(self) -> None:
+        self._calls.append("disconnect")
+
+
 async def joined(rows: Rows, lease_s: float = LEASE_S) -> FleetMember:
-    member = FleetMember(rows, lease_s)  # type: ignore[arg-type] # only these methods are called
+    member = FleetMember(rows, lease_s, rows.open_connections)  # type: ignore[arg-type] # as far as needed
     await member.join("a:1", "here", "http://a:2")
     return member
 
@@ -60,8 +80,9 @@ async def test_it_takes_a_free_slot_and_leaves_in_order() -> None:
     assert (member.fleet.served, member.fleet.addresses()) == (0, {0: "a:1"})
     await member.leave()
     assert member.ended.result() is None
-    assert rows.calls[:3] == ["join a:1 here http://a:2", "renew", "take 0"]
-    assert rows.calls[-2:] == ["depart", "close"]
+    assert rows.calls[:3] == ["join a:1 here http://a:2", "renew", "connect for 0"]
+    assert rows.calls[3] == "take 0"
+    assert rows.calls[-3:] == ["depart", "close", "disconnect"]
 
 
 async def test_it_stands_by_and_knows_who_serves() -> None:
@@ -88,12 +109,26 @@ async def test_it_ends_when_the_lease_is_not_renewed_or_another_has_the_slot(is_
         await asyncio.wait_for(member.ended, 5)
     await member.leave()
     assert "depart" not in rows.calls
+    assert rows.calls[-3:] == ["abort", "close", "disconnect"], "whoever waits for the store waits in vain"
+
+
+async def test_it_takes_no_slot_while_it_can_not_connect() -> None:
+    rows = Rows(Slot(0, "", 4))
+    rows.has_connections = False
+    member = await joined(rows, lease_s=0.3)
+    await asyncio.wait({member.taken}, timeout=0.5)
+    assert not {"take 0", "depart"} & set(rows.calls)
+    assert not member.ended.done()
+    rows.has_connections = True
+    assert await asyncio.wait_for(member.taken, 5) == Slot(0, "a", 5)
+    assert member.fleet.late_renewal_count == 0
+    await member.leave()
 
 
 async def test_a_database_that_fails_at_once_keeps_it_from_joining() -> None:
     rows = Rows(Slot(0, "", 0))
     rows.is_failing = True
-    member = FleetMember(rows, LEASE_S)  # type: ignore[arg-type] # as above
+    member = FleetMember(rows, LEASE_S, rows.open_connections)  # type: ignore[arg-type] # as above
     with pytest.raises(StoreFailedError, match="it is away"):
         await member.join("a:1", "", "")
     await member.leave()

@@ -22,7 +22,7 @@ from perseus.service.domain.model import HoldClocks, PipelineOffer
 from perseus.service.domain.records import OfferRecord, StoredJob
 from perseus.service.storage import sql_store
 from perseus.service.storage.archive import import_database
-from perseus.service.storage.engines import abort_connection, connect
+from perseus.service.storage.engines import connect
 from perseus.service.storage.membership import MemberRows, session_of
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import EventEntry, JobEntry, NewRun, TelemetrySequence
@@ -226,7 +226,7 @@ async def test_a_commit_whose_answer_is_lost_is_made_exactly_once(
         monkeypatch.setattr(dialect, "do_commit", commit)
         if is_committed:
             commit(connection)
-        abort_connection(connection.driver_connection)
+        store._opened.abort()
         commit(connection)
         connection.execute("SELECT 1")  # nothing was to be committed any more
 

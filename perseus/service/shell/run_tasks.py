@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 import structlog
 
 from perseus.service.domain.commands import Solve
-from perseus.service.domain.errors import CoordinatorError
+from perseus.service.domain.errors import CoordinatorError, DatabaseUnreadableError
 from perseus.service.domain.inputs import (
     Input,
     LagNotFound,
@@ -72,8 +72,10 @@ class RunTasks:
         await self._writer.flush()
         try:
             found = tuple(await self._store.known_profiles(keys))
+        except DatabaseUnreadableError:
+            return  # known profiles are only a help
         except Exception as error:
-            # Known profiles are only a help; a failing store shows when it is written to.
+            # A failing store shows when it is written to.
             log.error(
                 "known profiles can't be read", job_id=run.job_id, run_number=run.number, exc_info=error
             )

@@ -18,6 +18,7 @@ import fcntl
 import os
 import socket
 import sqlite3
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -96,7 +97,8 @@ class Opened:
         errors: the exceptions that it raises when it fails.
         size_query: the SQL query for its size in bytes.
         close: closes it.
-        abort: lets whoever waits for its answer fail, from any thread.
+        abort: lets whoever waits for its answer fail, from any thread, and repeat nothing.
+        may_repeat: returns whether a transaction that failed with an error may succeed if it is repeated.
     """
 
     connection: Connection
@@ -107,6 +109,7 @@ class Opened:
     size_query: str
     close: Callable[[], None]
     abort: Callable[[], None]
+    may_repeat: Callable[[Exception], bool]
 
 
 def is_url(database: Path | str) -> bool:
@@ -169,12 +172,6 @@ def explain(error: Exception) -> str:
     return cause_text or type(error).__name__
 
 
-def may_pass(error: Exception) -> bool:
-    """Return whether the same transaction may succeed later, or on another connection."""
-    state = getattr(_origin(error), "sqlstate", "")
-    return state is None or state.startswith(_PASSING)  # None comes from the driver: the connection is lost
-
-
 def _origin(error: Exception) -> Any:
     """Return the driver's own error."""
     return error.orig if isinstance(error, DBAPIError) else error
@@ -219,6 +216,7 @@ def _connect_sqlite(path: Path, is_read_only: bool) -> Opened:
             _SQLITE_SIZE,
             stack.pop_all().close,
             raw.interrupt,
+            lambda _: False,
         )
 
 
@@ -414,9 +412,19 @@ def _abort(connections: Iterable[Any]) -> None:
 def _connect_postgresql(database: Path | str, name: str, **options: Any) -> Opened:
     with ExitStack() as stack:
         # Positional parameters, as in SQLite.
-        engine, abort = postgresql_engine(
+        engine, abort_latest = postgresql_engine(
             database, poolclass=NullPool, pool_reset_on_return=None, paramstyle="format", **options
         )
+        is_aborted = threading.Event()
+
+        def abort() -> None:
+            is_aborted.set()
+            abort_latest()
+
+        def may_repeat(error: Exception) -> bool:
+            state = getattr(_origin(error), "sqlstate", None)  # None: the connection is lost
+            return not is_aborted.is_set() and (state is None or state.startswith(_PASSING))
+
         return Opened(
             stack.enter_context(engine.connect()),
             name,
@@ -426,6 +434,7 @@ def _connect_postgresql(database: Path | str, name: str, **options: Any) -> Open
             _POSTGRESQL_SIZE,
             stack.pop_all().close,
             abort,
+            may_repeat,
         )
 
 

@@ -44,7 +44,7 @@ from perseus.service.domain.members import Slot
 from perseus.service.domain.retention import Retention
 from perseus.service.storage import gpu_claims, ledger_rows, membership, reading, schema
 from perseus.service.storage.commit_markers import MAX_BOOTS_KEPT, Boot, History
-from perseus.service.storage.engines import Opened, connect, explain, may_pass
+from perseus.service.storage.engines import Opened, connect, explain
 from perseus.service.storage.migrating import commit_number, create_state, data_missing, migrate
 from perseus.service.storage.pruning import Pruner
 from perseus.service.storage.store import Entry, Pruned
@@ -312,7 +312,7 @@ class SqlStore:
             except self._opened.errors as error:
                 failure = StoreFailedError(database=self._opened.name, cause=explain(error))
                 # Without a fence somebody else may have begun to write meanwhile.
-                may_repeat = self._fence is not None and may_pass(error)
+                may_repeat = self._fence is not None and self._opened.may_repeat(error)
                 delay_s = retry.failed(time.monotonic())
                 if not may_repeat or retry.is_over(time.monotonic()) or self._is_closing.wait(delay_s):
                     raise failure from None

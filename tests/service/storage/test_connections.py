@@ -226,7 +226,7 @@ async def test_a_commit_whose_answer_is_lost_is_made_exactly_once(
         monkeypatch.setattr(dialect, "do_commit", commit)
         if is_committed:
             commit(connection)
-        store._opened.abort()
+        served.end_sessions(of_writer=True)
         commit(connection)
         connection.execute("SELECT 1")  # nothing was to be committed any more
 
@@ -259,7 +259,7 @@ END $$ LANGUAGE plpgsql;
 CREATE TRIGGER fail BEFORE INSERT ON events FOR EACH ROW EXECUTE FUNCTION fail()"""
 
 
-@pytest.mark.parametrize("state", ["40001", "40P01", "55P03"])
+@pytest.mark.parametrize("state", ["40001", "40P01", "55P03", "57014"])
 async def test_a_transaction_that_loses_a_conflict_is_tried_again(served: Served, state: str) -> None:
     run(served.url, FAIL_TWICE.format(state=state, count=2))
     await served.store.write([event(1)])
@@ -291,3 +291,10 @@ async def test_a_lock_of_another_session_is_waited_for(served: Served) -> None:
         assert not writing.done()
     await writing
     assert await served.count_events() == 1
+
+
+async def test_a_connection_that_is_given_up_is_not_opened_again(served: Served) -> None:
+    served.store._opened.abort()
+    with pytest.raises(StoreFailedError, match="the server can't be reached"):
+        await served.store.write([event(1)])
+    assert await served.count_events() == 0

@@ -1,18 +1,23 @@
-"""Real coordinators whose connections to PostgreSQL hang, or can't be opened."""
+"""Real coordinators whose connections to PostgreSQL hang, are cut, or can't be opened."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import grpc
 import psycopg
 import pytest
 from sqlalchemy.engine import make_url
 
 from benchmarks.load.control import CoordinatorProcess
+from perseus.job_id import slot_of
+from perseus.v1 import job_service_pb2
 from tests.event_log import logged
 from tests.ports import free_port
+from tests.service.grpc_fakes import connected_to
 from tests.service.storage import postgresql
 from tests.torture.cut import Cut, way_to
 
@@ -86,6 +91,36 @@ def test_it_ends_on_sigterm_when_a_session_is_frozen(hanging: Hanging, name: str
         finally:
             for pid in frozen:
                 os.kill(pid, signal.SIGCONT)
+
+
+def test_all_outlive_a_restart_of_the_server(tmp_path: Path) -> None:
+    with postgresql.running() as server, ExitStack() as stack:
+        database = server.new_database()
+        made = []
+        for name in ("first", "second"):
+            (tmp_path / name).mkdir()
+            # Beyond any restart, on a busy machine, too.
+            flags = ("--member-lease-s", "60", "--slots", "2")
+            process = CoordinatorProcess(tmp_path / name, database, flags, is_pinned=False)
+            process.address = f"127.0.0.1:{free_port()}"
+            made.append(stack.enter_context(process))
+            process.start()
+        job_ids = [next(name for name in map(str, range(9)) if slot_of(name, 2) == slot) for slot in range(2)]
+        server.stop("fast")
+        server.start_again()
+        for process in made:
+            slot = logged(process.log, "took over the jobs")["slot"]
+            asyncio.run(register(process.address, job_ids[slot]))
+            assert process.terminate() == 0
+            assert "Traceback" not in process.log.read_text()
+
+
+async def register(address: str, job_id: str) -> None:
+    async with connected_to(address) as client:
+        await client.register(job_id=job_id)
+        with suppress(grpc.aio.AioRpcError):  # the first reads may be refused
+            await client.jobs.ListJobs(job_service_pb2.ListJobsRequest())
+        await client.jobs.ListJobs(job_service_pb2.ListJobsRequest())
 
 
 def test_one_that_can_not_open_all_its_connections_takes_no_slot(tmp_path: Path) -> None:

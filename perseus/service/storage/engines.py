@@ -43,7 +43,8 @@ _SILENCE_LIMIT_S = 5
 _STATEMENT_LIMIT_S = 60.0
 _LOCK_LIMIT_S = 2.0
 _IDLE_TRANSACTION_LIMIT_S = 60.0
-"""By default a statement may take, and wait for a lock, as long, and a transaction be left alone."""
+"""Unless a connection sets others: how long a statement may take, how long it may wait for a lock, and how
+long a transaction may be idle."""
 
 _LONG_LOG_BYTES = 64 * 2**20
 """While the log is longer, reads take turns with commits. SQLite checkpoints it every 4 MB, but only up to
@@ -136,8 +137,8 @@ def connect(
         database: the path of a SQLite file, created if it doesn't exist, or postgresql://….
         slot: the slot of jobs that statements are about, on PostgreSQL.
         is_read_only: only read, beside the coordinator that holds the lock; write and create nothing.
-        session: the name of the session there.
-        limits_s: `statement_limit_s` and `lock_limit_s` of `postgresql_engine`.
+        session: the name of its session, on PostgreSQL.
+        limits_s: on PostgreSQL, `statement_limit_s` and `lock_limit_s` of `postgresql_engine`.
 
     Raises:
         DatabaseUnavailableError: it is in use, can't be reached or created, or has an unknown engine.

@@ -268,7 +268,7 @@ class SqlStore:
         """Close the database; whatever was written stays.
 
         Raises:
-            StoreFailedError: it does not answer.
+            StoreFailedError: the writing connection does not answer.
         """
 
         def close_here() -> None:
@@ -280,11 +280,11 @@ class SqlStore:
             ):
                 closing[thread.submit(opened.close)] = opened
                 thread.shutdown(wait=False)
-            late = futures.wait(closing, CLOSE_LIMIT_S).not_done
-            for future in late:
-                closing[future].abort()
-            futures.wait(late)
-            if late:
+            late = [closing[future] for future in futures.wait(closing, CLOSE_LIMIT_S).not_done]
+            for opened in late:
+                opened.abort()
+            futures.wait(closing)
+            if self._opened in late:
                 cause = f"it has not answered for {CLOSE_LIMIT_S:g} s"
                 raise StoreFailedError(database=self._opened.name, cause=cause)
 

@@ -86,6 +86,8 @@ def test_it_ends_on_sigterm_when_a_session_is_frozen(hanging: Hanging, name: str
             os.kill(pid, signal.SIGSTOP)
         try:
             if name:
+                with suppress(TimeoutError):  # what is to be stored waits
+                    asyncio.run(asyncio.wait_for(register(hanging.process.address, "job"), 2.0))
                 os.kill(hanging.process.pid, signal.SIGTERM)
             assert hanging.end() == STORE_FAILED
         finally:

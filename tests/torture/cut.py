@@ -44,9 +44,11 @@ class Cut:
         self._is_listening.set()
         self._loop.run_forever()
         server.close()
-        for each in asyncio.all_tasks(self._loop):
+        tasks = asyncio.all_tasks(self._loop)
+        for each in tasks:
             each.cancel()
-        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.run_until_complete(asyncio.wait(tasks) if tasks else asyncio.sleep(0))
+        self._loop.run_until_complete(asyncio.sleep(0))  # their connections are closed
         self._loop.close()
 
     def _reset(self) -> None:
@@ -55,10 +57,13 @@ class Cut:
         self._is_whole.set()
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._is_whole.wait()
-        with suppress(OSError):
-            theirs, ours = await asyncio.open_unix_connection(self._socket)
-            await asyncio.gather(self._pump(reader, ours), self._pump(theirs, writer))
+        try:
+            await self._is_whole.wait()
+            with suppress(OSError):
+                theirs, ours = await asyncio.open_unix_connection(self._socket)
+                await asyncio.gather(self._pump(reader, ours), self._pump(theirs, writer))
+        finally:
+            writer.close()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)

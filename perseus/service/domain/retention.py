@@ -1,6 +1,6 @@
 """How long records of the past are kept, and which are due for deletion."""
 
-from collections.abc import Mapping
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -57,31 +57,28 @@ class Retention(BaseModel):
         return self.keep_events_days * DAY_S
 
     @property
-    def telemetry_age_s(self) -> float:
-        """How long the position in an agent's telemetry is kept, seconds."""
-        return self.keep_telemetry_days * DAY_S
-
-    @property
     def ledger_age_s(self) -> float:
         """How long the ledger's hours are kept, seconds."""
         return self.keep_ledger_days * DAY_S
 
-    def is_run_due(self, finish_time_s: float, later_count: int, now_s: float) -> bool:
-        """Return whether to archive a run; `later_count` runs have finished after it."""
-        return (
-            finish_time_s < now_s - self.keep_finished_days * DAY_S or later_count >= self.keep_finished_count
-        )
+    def is_run_due(self, finish_time_s: Any, later_count: Any, now_s: float) -> Any:
+        """Return whether to archive a run; `later_count` runs have finished after it.
 
-    def budgets_due(self, over_times_s: Mapping[str, float], now_s: float) -> list[str]:
-        """Return the power budgets to delete, given when each ended."""
-        latest_first = sorted(over_times_s, key=lambda budget_id: -over_times_s[budget_id])
-        return [
-            budget_id
-            for later_count, budget_id in enumerate(latest_first)
-            if over_times_s[budget_id] < now_s - self.keep_budgets_days * DAY_S
-            or later_count >= self.keep_budget_count
-        ]
+        This and the other rules return a condition if they are given columns.
+        """
+        max_age_s = self.keep_finished_days * DAY_S
+        return (finish_time_s < now_s - max_age_s) | (later_count >= self.keep_finished_count)
 
-    def first_event_kept(self, last_sequence: int) -> int:
-        """Return the lowest event sequence to keep, given the last one."""
-        return max(1, last_sequence - max(1, self.keep_event_count) + 1)
+    def is_telemetry_due(self, write_time_s: Any, later_count: Any, now_s: float) -> Any:
+        """Return whether to delete the position in an agent's telemetry; `later_count` are later."""
+        max_age_s = self.keep_telemetry_days * DAY_S
+        return (write_time_s < now_s - max_age_s) | (later_count >= self.keep_telemetry_count)
+
+    def is_budget_due(self, over_time_s: Any, later_count: Any, now_s: float) -> Any:
+        """Return whether to delete a power budget that has ended; `later_count` have ended after it."""
+        max_age_s = self.keep_budgets_days * DAY_S
+        return (over_time_s < now_s - max_age_s) | (later_count >= self.keep_budget_count)
+
+    def first_event_kept(self, last_sequence: Any) -> Any:
+        """Return the lowest event sequence to keep, given the last one; below 1 if all are kept."""
+        return last_sequence - self.keep_event_count + 1

@@ -173,13 +173,14 @@ class Coordinator:
     async def _prune(self) -> None:
         """Prune the store and evict old runs from memory, in small steps."""
         while True:
-            pruned = await self._store.prune(self._retention, time.time())
-            self.jobs.evict(self._retention, time.time())
-            if pruned.is_done:
-                with suppress(DatabaseUnreadableError):
+            is_done = True
+            with suppress(DatabaseUnreadableError):
+                is_done = (await self._store.prune(self._retention, time.time())).is_done
+                if is_done:
+                    self.jobs.evict(self._retention, time.time())
                     self.store_size_bytes = await self._store.size_bytes()
                     self.standbys = await self._store.standbys()
-            await asyncio.sleep(PRUNE_ROUND_S if pruned.is_done else PRUNE_STEP_S)
+            await asyncio.sleep(PRUNE_ROUND_S if is_done else PRUNE_STEP_S)
 
     def late_s(self) -> float:
         """How long something has waited to be stored, or the event loop has stood still, seconds."""

@@ -440,13 +440,15 @@ class Power:
     def _forget(self) -> None:
         """Drop budgets that ended long ago, as the store does."""
         now_s = self.now_s()
-        over_s = {
-            budget_id: record.over_time_s
+        over_s = [
+            (record.over_time_s, budget_id)
             for budget_id, record in self._records.items()
             if record.over_time_s is not None and record.is_over(now_s)
-        }
-        for budget_id in self._retention.budgets_due(over_s, now_s):
-            del self._records[budget_id]
+        ]
+        over_s.sort(key=lambda pair: -pair[0])
+        for later_count, (over_time_s, budget_id) in enumerate(over_s):
+            if self._retention.is_budget_due(over_time_s, later_count, now_s):
+                del self._records[budget_id]
 
     def _wake_readers(self) -> None:
         self._tick_ended.set()

@@ -46,7 +46,7 @@ from perseus.service.storage import gpu_claims, ledger_rows, membership, reading
 from perseus.service.storage.commit_markers import MAX_BOOTS_KEPT, Boot, History
 from perseus.service.storage.engines import Opened, connect, explain
 from perseus.service.storage.migrating import commit_number, create_state, data_missing, migrate
-from perseus.service.storage.pruning import Pruner
+from perseus.service.storage.pruning import Pruner, Step
 from perseus.service.storage.store import Entry, Pruned
 from perseus.service.storage.writing import GroupWriter
 
@@ -133,7 +133,7 @@ class SqlStore:
         self._writer = GroupWriter(self._connection, clock)
         self._failure: StoreFailedError | None = None
         self._has_failed = asyncio.Event()
-        self._pruner = Pruner(self._connection, is_of_fleet=self._slot == 0)
+        self._pruner = Pruner(is_of_fleet=self._slot == 0)
 
     @classmethod
     async def open(
@@ -224,13 +224,18 @@ class SqlStore:
 
     async def prune(self, retention: Retention, now_s: float) -> Pruned:
         """Delete some of the data that retention no longer keeps at this wall-clock time: one small step."""
-        return await self._run(partial(self._prune, retention, now_s))
+        find = partial(self._pruner.next_step, retention=retention, now_s=now_s)
+        step = await self._read_ledger(find)
+        if step is None:
+            return Pruned(0, (), is_done=True)
+        return await self._run(partial(self._prune, step))
 
-    def _prune(self, retention: Retention, now_s: float) -> Pruned:
-        pruned = self._pruner.step(retention, now_s)
-        if pruned.archived:
-            self._writer.forget_plans()
-        return pruned
+    def _prune(self, step: Step) -> Pruned:
+        row_count = self._connection.execute(step.statement).rowcount
+        if not step.archived:
+            return Pruned(row_count, (), is_done=False)
+        self._writer.forget_plans()
+        return Pruned(0, step.archived if row_count else (), is_done=False)
 
     # ------------------------------------------------------------------ reading
 

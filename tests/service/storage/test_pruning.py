@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import event
 
 from perseus.service.domain.measured import StageProfile
 from perseus.service.domain.messages import time_to_proto
@@ -167,6 +168,63 @@ async def test_the_latest_of_many_ended_runs_are_kept(store: SqlStore) -> None:
     await store.write(entries)
     assert await prune(store, Retention(keep_finished_count=2)) == [("job-2", 1), ("job-3", 1), ("job-4", 1)]
     await store.close()
+
+
+async def written_by_steps(store: SqlStore, retention: Retention) -> tuple[int, int]:
+    """Do a whole round; return how many steps it took, and the most statements of one on the writer."""
+    counts = [0]
+
+    def count(*_: object) -> None:
+        counts[-1] += 1
+
+    event.listen(engine := store._connection.engine, "before_cursor_execute", count)
+    while not (await store.prune(retention, NOW_S)).is_done:
+        counts.append(0)
+    event.remove(engine, "before_cursor_execute", count)
+    return len(counts), max(counts)
+
+
+@pytest.mark.parametrize("run_count", [10, 60])
+async def test_the_writer_does_nothing_for_what_is_not_due_however_many_runs_are_kept(
+    store: SqlStore, run_count: int
+) -> None:
+    for number in range(run_count):
+        await store.write([*finished(f"job-{number}", NOW_S), TelemetrySequence(f"agent-{number}", 1)])
+    assert await written_by_steps(store, Retention()) == (1, 0)
+    await store.close()
+
+
+@pytest.mark.parametrize("run_count", [10, 60])
+async def test_the_writer_does_one_statement_a_step_however_many_runs_are_due(
+    store: SqlStore, run_count: int
+) -> None:
+    for number in range(run_count):
+        old = finished(f"old-{number}", NOW_S - 100 * DAY_S, key=f"work-{number % 3}")
+        kept: list[Entry] = [NewRun(make_spec(f"kept-{number}"), 1, 1.0), *events(f"kept-{number}", 3, 1.0)]
+        await store.write([*old, *kept, TelemetrySequence(f"agent-{number}", 1)])
+    retention = Retention(keep_telemetry_count=1)
+    _, statement_count = await written_by_steps(store, retention)
+    assert statement_count == 1
+    assert await written_by_steps(store, retention) == (1, 0), "nothing is left"
+    await store.close()
+
+
+async def test_a_new_job_of_the_name_of_one_that_was_due_is_left_alone(
+    store: SqlStore, database: Path | str
+) -> None:
+    """It may be created between two steps."""
+    await store.write([*finished("old", NOW_S - 100 * DAY_S), *finished("job", NOW_S - 200 * DAY_S)])
+    while ("old", 1) not in (await store.prune(Retention(), NOW_S)).archived:
+        pass
+    await store.write([JobDeleted("job", 0), *finished("job", NOW_S)])
+    assert await prune(store, Retention()) == []
+    assert await prune(store, Retention()) == []
+    job = await store.load_run("job", 1)
+    assert isinstance(job, StoredJob)
+    assert (len(job.ranks), len(job.offers), job.last_sequence) == (1, 1, 3)
+    assert len(await store.events("job", 1, 0, 10)) == 3
+    await store.close()
+    assert check_database(database) == []
 
 
 async def test_agents_are_pruned_by_age_and_count(

@@ -1,6 +1,6 @@
 """The claims of this coordinator's ranks on GPUs in the table of the fleet (`fleet.gpu_claims`).
 
-One task writes what has gathered, in a transaction of its own: group commits must not wait for other slots.
+One task writes what has gathered, on a connection of its own: group commits must not wait for other slots.
 """
 
 import asyncio
@@ -15,6 +15,9 @@ from perseus.service.job import views
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.writer import GATHERING_S
 from perseus.service.storage.sql_store import SqlStore
+
+AGAIN_S = 1.0
+"""Between two attempts to write the same changes."""
 
 
 class ClaimWriter:
@@ -97,7 +100,9 @@ class ClaimWriter:
                 await asyncio.sleep(GATHERING_S)
                 self._has_work.clear()
                 changes, waiting, self._waiting = self.claims.take(), self._waiting, []
-                self.claims.note(await self._store.change_gpu_claims(self._slot, changes))
+                while (rows := await self._store.change_gpu_claims(changes)) is None:  # noqa: ASYNC110
+                    await asyncio.sleep(AGAIN_S)
+                self.claims.note(rows)
                 changed.update(job_id for job_id, _ in changes.claimed.values())
                 for written in waiting:
                     if not written.done():

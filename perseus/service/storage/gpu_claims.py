@@ -1,7 +1,9 @@
 """The table of GPUs that the slots' ranks have claimed, on PostgreSQL (`fleet.gpu_claims`).
 
 A slot inserts rows, and changes its own alone. Coordinators that claim the same GPUs at once can't wait for
-each other in a circle: all insert in the same order, and before anything for which others may wait.
+each other in a circle: all insert in the same order, and before anything for which others may wait. They may
+wait for one that was cut off before its commit, until the server ends its session: so claims have a
+connection of their own, on which no group commit waits.
 """
 
 import json

@@ -105,6 +105,8 @@ class SqlStore:
         opened: Opened,
         reader: Opened,
         ledger_reader: Opened,
+        claims: Opened | None = None,
+        *,
         clock: Callable[[], float],
         fence: Slot | None,
     ) -> None:
@@ -116,11 +118,13 @@ class SqlStore:
         self._reader_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-reader")
         self._ledger_reader = ledger_reader
         self._ledger_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-ledger")
+        self._claims = claims
+        self._claims_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-claims")
         self._is_closing = threading.Event()
         self._failures = RateLimitedLog(log)
         self._connection = opened.connection
         with self._connection.begin():
-            self._check_fence()
+            self._check_fence(self._connection)
             is_new = migrate(self._connection, opened.name, self._slot)
             if is_new and fence is None:
                 create_state(self._connection)
@@ -159,14 +163,14 @@ class SqlStore:
 
         def open_here() -> SqlStore:
             slot, holder = (fence.number, fence.holder) if fence is not None else (0, "")
-            opened, reader, ledger_reader = connections or open_connections(database, slot, holder)
+            opened = connections or open_connections(database, slot, holder)
             with ExitStack() as stack:
-                for each in (opened, reader, ledger_reader):
+                for each in opened:
                     stack.callback(each.close)
                 try:
-                    store = cls(opened, reader, ledger_reader, clock, fence)
-                except opened.errors as error:
-                    raise DatabaseUnavailableError(database=opened.name, cause=explain(error)) from None
+                    store = cls(*opened, clock=clock, fence=fence)
+                except opened[0].errors as error:
+                    raise DatabaseUnavailableError(database=opened[0].name, cause=explain(error)) from None
                 stack.pop_all()
             return store
 
@@ -218,9 +222,25 @@ class SqlStore:
         number = self._commit_number + 1
         await self._run(partial(self._writer.write, entries, number), number)
 
-    async def change_gpu_claims(self, slot: int, changes: ClaimChanges) -> dict[Gpu, tuple[int, Place]]:
-        """Claim and release GPUs for a slot; return whose those are that it wanted to claim."""
-        return await self._run(lambda: gpu_claims.change(self._connection, slot, changes))
+    async def change_gpu_claims(self, changes: ClaimChanges) -> dict[Gpu, tuple[int, Place]] | None:
+        """Claim and release GPUs for the slot that is held; return whose those are that it wanted to claim.
+
+        None if another coordinator has locked one of them, or the connection was cut: try again.
+        """
+        return await self._in_thread(self._claims_thread, partial(self._change_gpu_claims, changes))
+
+    def _change_gpu_claims(self, changes: ClaimChanges) -> dict[Gpu, tuple[int, Place]] | None:
+        assert self._claims is not None, "without a fence nobody else claims GPUs"
+        connection = self._claims.connection
+        try:
+            with connection.begin():
+                self._check_fence(connection)
+                return gpu_claims.change(connection, self._slot, changes)
+        except self._claims.errors as error:
+            if not self._claims.may_repeat(error):
+                raise StoreFailedError(database=self._claims.name, cause=explain(error)) from None
+            self._failures.warning("claims of GPUs are tried again", cause=explain(error))
+            return None
 
     async def prune(self, retention: Retention, now_s: float) -> Pruned:
         """Delete some of the data that retention no longer keeps at this wall-clock time: one small step."""
@@ -282,8 +302,10 @@ class SqlStore:
                 (self._ledger_thread, self._ledger_reader),
                 (self._reader_thread, self._reader),
                 (self._thread, self._opened),
+                (self._claims_thread, self._claims),
             ):
-                closing[thread.submit(opened.close)] = opened
+                if opened is not None:
+                    closing[thread.submit(opened.close)] = opened
                 thread.shutdown(wait=False)
             late = [closing[future] for future in futures.wait(closing, CLOSE_LIMIT_S).not_done]
             for opened in late:
@@ -310,7 +332,7 @@ class SqlStore:
         while True:
             try:
                 with self._connection.begin():
-                    self._check_fence()
+                    self._check_fence(self._connection)
                     is_done = retry.failure_count > 0 and self._is_committed(number)
                     result = cast(T, None) if is_done else work()
                 break
@@ -343,9 +365,9 @@ class SqlStore:
             raise StoreFailedError(database=self._opened.name, cause=cause)
         return False
 
-    def _check_fence(self) -> None:
+    def _check_fence(self, connection: Connection) -> None:
         if self._fence is not None:
-            membership.check_fence(self._connection, self._fence, self._opened.name)
+            membership.check_fence(connection, self._fence, self._opened.name)
 
     def _check_files(self) -> None:
         if (missing := self._opened.missing()) is not None:
@@ -387,7 +409,7 @@ class SqlStore:
 
 
 def open_connections(database: Path | str, slot: int = 0, holder: str = "") -> list[Opened]:
-    """Open a store's connections, for the holder of a slot: to write, to read, and to read the ledger.
+    """Open a store's connections: to write, read and read the ledger, and for a slot's holder to claim GPUs.
 
     Raises:
         DatabaseUnavailableError: one of them can't be opened.
@@ -395,7 +417,7 @@ def open_connections(database: Path | str, slot: int = 0, holder: str = "") -> l
     session = membership.session_of(holder) if holder else ""
     with ExitStack() as stack:
         opened = []
-        for is_read_only in (False, True, True):
+        for is_read_only in (False, True, True, False) if holder else (False, True, True):
             each = connect(
                 database, slot=slot, is_read_only=is_read_only, session="" if is_read_only else session
             )

@@ -1,4 +1,5 @@
-"""How long a year's ledger stops the coordinator's loop: for its totals after a start, and for a page."""
+"""How long a year's ledger takes and stops the coordinator's loop: for its totals after a start, the first
+page with the total of all, and a page after that."""
 
 import asyncio
 import sqlite3
@@ -78,13 +79,17 @@ async def _measured(path: Path, jobs: int, days: int) -> list[tuple[str | int | 
         while ledger.totals is None:  # noqa: ASYNC110 (a scrape polls it, too)
             await asyncio.sleep(_TICK_S)
 
-    async def page() -> None:
-        found = await ledger.statement()
-        assert len([entry_to_proto(entry) for entry in found.entries[:PAGE_SIZE]]) == min(PAGE_SIZE, jobs)
+    async def page(after: tuple[str, int, int] | None) -> None:
+        found = await ledger.statement(after=after, run_count=PAGE_SIZE + 1)
+        assert [entry_to_proto(entry) for entry in found.entries[:PAGE_SIZE]]
 
     rows: list[tuple[str | int | float, ...]] = [
         (jobs, days, what, *await _pause(work))
-        for what, work in (("totals after a start", totals()), ("a page", page()))
+        for what, work in (
+            ("totals after a start", totals()),
+            ("the first page", page(None)),
+            ("a page from the middle", page((f"job-{jobs // 2 - 1:04}", 1, 1))),
+        )
     ]
     for task in (adding, writing):
         task.cancel()

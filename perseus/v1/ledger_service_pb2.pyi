@@ -77,7 +77,7 @@ class ListLedgerEntriesResponse(google.protobuf.message.Message):
 
     @property
     def total(self) -> Global___LedgerAccount:
-        """The total of all requested entries, not only of this page."""
+        """The total of all requested entries, not only of this page, as it was at the first page."""
 
     def __init__(
         self,

@@ -2,11 +2,13 @@
 
 # ruff: noqa: N802 (the contract names the methods)
 
-import math
+import base64
+import binascii
 import re
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from perseus.service.api.authentication import caller
 from perseus.service.api.paging import Page, no_token
@@ -19,7 +21,9 @@ from perseus.service.shell.quotas import Quotas
 from perseus.v1 import ledger_service_pb2 as pb
 from perseus.v1 import ledger_service_pb2_grpc
 
-_PLACE = re.compile(r"(?P<job_id>[^ ]+) (?P<deletion>[0-9]{1,18}) (?P<run>[0-9]{1,18})")
+_PLACE = re.compile(
+    r"(?P<job_id>[^ ]+) (?P<deletion>[0-9]{1,18}) (?P<run>[0-9]{1,18}) (?P<total>[A-Za-z0-9+/=]*)", re.ASCII
+)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -35,7 +39,10 @@ class LedgerService(ledger_service_pb2_grpc.LedgerServiceServicer):
     async def ListLedgerEntries(
         self, request: pb.ListLedgerEntriesRequest, context: Context
     ) -> pb.ListLedgerEntriesResponse:
-        """Return a page of ledger entries, and the total."""
+        """Return a page of ledger entries, and the total.
+
+        The total takes a pass over the whole ledger: it is made for the first page, and stays in the tokens.
+        """
         page = Page.asked(request)
         if request.job_id:
             check_job_id(request.job_id)
@@ -43,43 +50,35 @@ class LedgerService(ledger_service_pb2_grpc.LedgerServiceServicer):
             time_from_proto(field, getattr(request, field)) if request.HasField(field) else None
             for field in ("start_time", "end_time")
         )
-        after = _key_at(page.after)
+        after, total = _at(page.after) if page.after else (None, None)
         with self._quotas.listing(caller().name):
-            found = await self._ledger.statement(start_time_s, end_time_s, request.job_id)
+            found = await self._ledger.statement(
+                start_time_s, end_time_s, request.job_id, after, page.size + 1
+            )
+        if total is None:
+            total = account_to_proto(found.total)
+        known = base64.b64encode(total.SerializeToString()).decode()
         entries, token = page.fill(
-            (_place(entry), entry_to_proto(entry))
+            (f"{entry.job_id} {entry.deletion} {entry.run_number} {known}", entry_to_proto(entry))
             for entry in found.entries
-            if after is None or _key(entry) > after
         )
-        return pb.ListLedgerEntriesResponse(
-            entries=entries, total=account_to_proto(found.total), next_page_token=token
-        )
+        return pb.ListLedgerEntriesResponse(entries=entries, total=total, next_page_token=token)
 
 
-_Key = tuple[str, float, int]
-
-
-def _key(entry: LedgerEntry) -> _Key:
-    """Return the sort key of an entry: of jobs with the same name, deleted ones come first."""
-    return entry.job_id, entry.deletion or math.inf, entry.run_number
-
-
-def _place(entry: LedgerEntry) -> str:
-    return f"{entry.job_id} {entry.deletion} {entry.run_number}"
-
-
-def _key_at(place: str) -> _Key | None:
-    """Return the key of a place in a page token; None for the beginning.
+def _at(place: str) -> tuple[tuple[str, int, int], pb.LedgerAccount]:
+    """Return the run at a place in a page token, and the total.
 
     Raises:
         InvalidFieldError: the token is invalid.
     """
-    if not place:
-        return None
     found = _PLACE.fullmatch(place)
     if found is None:
         raise no_token(place)
-    return found["job_id"], int(found["deletion"]) or math.inf, int(found["run"])
+    try:
+        total = pb.LedgerAccount.FromString(base64.b64decode(found["total"], validate=True))
+    except (binascii.Error, DecodeError):
+        raise no_token(place) from None
+    return (found["job_id"], int(found["deletion"]), int(found["run"])), total
 
 
 def entry_to_proto(entry: LedgerEntry) -> pb.LedgerEntry:

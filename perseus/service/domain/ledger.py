@@ -192,8 +192,13 @@ class EnergyGroup:
 
 @dataclass(frozen=True, slots=True)
 class HourFilter:
-    """Which hours to return; all by default. `first_hour` is inclusive, `end_hour` exclusive."""
+    """Which hours to return; all by default. `first_hour` is inclusive, `end_hour` exclusive.
+
+    With `after`, a run as (job_id, deletion, run_number), only those of the `run_count` runs that follow it.
+    """
 
     first_hour: int | None = None
     end_hour: int | None = None
     job_id: str = ""
+    after: tuple[str, int, int] | None = None
+    run_count: int = 0

@@ -75,11 +75,17 @@ class Ledger:
             await asyncio.sleep(_PAUSE_S if groups else 0)
 
     async def statement(
-        self, start_time_s: float | None = None, end_time_s: float | None = None, job_id: str = ""
+        self,
+        start_time_s: float | None = None,
+        end_time_s: float | None = None,
+        job_id: str = "",
+        after: tuple[str, int, int] | None = None,
+        run_count: int = 0,
     ) -> Statement:
         """Return what runs have used and saved between two times, of all jobs or of one; up to now.
 
-        A time within an hour means the beginning of that hour.
+        A time within an hour means the beginning of that hour. With `after`, a run as (job_id, deletion,
+        run_number), the statement is of the `run_count` runs that follow it alone, which takes as much less.
 
         Raises:
             InvalidFieldError: `end_time_s` is before `start_time_s`.
@@ -92,7 +98,8 @@ class Ledger:
                 field="end_time", expected="a time that is not before start_time", found="an earlier one"
             )
         await self._writer.flush()
-        groups = await self._store.ledger(HourFilter(_hour(start_time_s), _hour(end_time_s), job_id))
+        wanted = HourFilter(_hour(start_time_s), _hour(end_time_s), job_id, after, run_count)
+        groups = await self._store.ledger(wanted)
         return await asyncio.to_thread(statement, groups, self._rates_at(self._clock()))
 
 

@@ -1,9 +1,10 @@
 """The ledger's rows: written by the hour, read in sums, and kept when their job is deleted."""
 
 from dataclasses import astuple, fields
+from itertools import groupby, islice
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, case, func, literal, select, true, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, case, func, literal, or_, select, true, update
 
 from perseus.service.domain.ledger import (
     NO_BASELINE,
@@ -78,7 +79,12 @@ def groups(connection: Connection, wanted: HourFilter) -> list[EnergyGroup]:
     Of the jobs of one name, the existing one comes last.
     """
     run = (_COLUMNS.job_id, _COLUMNS.deletion, _COLUMNS.run_number)
-    found = connection.execute(
+    is_wanted = [
+        _COLUMNS.hour >= wanted.first_hour if wanted.first_hour is not None else true(),
+        _COLUMNS.hour < wanted.end_hour if wanted.end_hour is not None else true(),
+        _COLUMNS.job_id == wanted.job_id if wanted.job_id else true(),
+    ]
+    rows = connection.execute(
         select(
             *run,
             *_REFERENCE,
@@ -87,14 +93,11 @@ def groups(connection: Connection, wanted: HourFilter) -> list[EnergyGroup]:
             *(func.sum(_COLUMNS[name]).label(name) for name in _SUMS),
             *(each for name, rate in _WEIGHTED.items() for each in _weighted_columns(name, rate)),
         )
-        .where(
-            _COLUMNS.hour >= wanted.first_hour if wanted.first_hour is not None else true(),
-            _COLUMNS.hour < wanted.end_hour if wanted.end_hour is not None else true(),
-            _COLUMNS.job_id == wanted.job_id if wanted.job_id else true(),
-        )
+        .where(*is_wanted, *_after(connection, wanted, is_wanted))
         .group_by(*run, *_REFERENCE)
         .order_by(_COLUMNS.job_id, _COLUMNS.deletion == 0, *run[1:], *_REFERENCE, func.min(_COLUMNS.hour))
     )
+    runs = groupby(rows, lambda row: (row.job_id, row.deletion, row.run_number))
     return [
         EnergyGroup(
             row.job_id,
@@ -107,8 +110,27 @@ def groups(connection: Connection, wanted: HourFilter) -> list[EnergyGroup]:
             cost=_weighted_sums("cost", row),
             carbon=_weighted_sums("carbon", row),
         )
-        for row in found
+        for _, of_run in islice(runs, None if wanted.after is None else wanted.run_count)
+        for row in of_run
     ]
+
+
+def _after(connection: Connection, wanted: HourFilter, is_wanted: list[ColumnElement[bool]]) -> list[Any]:
+    """Return the conditions for the rows of the next runs after one; for more, if the last job has more.
+
+    They bound the jobs, which are the beginning of the key, so most of the ledger is not read.
+    """
+    if wanted.after is None:
+        return []
+    job_id, deletion, run_number = wanted.after
+    is_later = and_(_COLUMNS.deletion == deletion, _COLUMNS.run_number > run_number)
+    if deletion:
+        is_later = or_(is_later, _COLUMNS.deletion > deletion, _COLUMNS.deletion == 0)
+    conditions = [_COLUMNS.job_id >= job_id, or_(_COLUMNS.job_id > job_id, is_later)]
+    jobs = select(_COLUMNS.job_id).distinct().where(*is_wanted, *conditions)
+    of_page = jobs.order_by(_COLUMNS.job_id).limit(wanted.run_count).subquery()
+    last = connection.scalar(select(func.coalesce(func.max(of_page.c.job_id), "")))
+    return [*conditions, _COLUMNS.job_id <= last]
 
 
 def _weighted_columns(name: str, rate: ColumnElement[Any]) -> list[ColumnElement[Any]]:

@@ -1,16 +1,21 @@
 """The ledger over real gRPC: while a job runs, after its end, after its deletion, after a kill."""
 
+import asyncio
 import gc
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 from structlog.testing import capture_logs
 
-from perseus.service.domain.ledger import HOUR_S
+from perseus.service.domain.ledger import HOUR_S, EnergyGroup, HourFilter
 from perseus.service.fleet.ledger_totals import RunningTotals
 from perseus.service.server import collect_rarely
+from perseus.service.shell.ledger import Ledger
+from perseus.service.storage.sql_store import SqlStore
 from perseus.v1 import job_pb2
 from perseus.v1 import job_service_pb2 as jobs_pb
 from perseus.v1 import ledger_service_pb2 as pb
@@ -162,6 +167,49 @@ async def test_the_ledger_is_listed_in_pages_and_by_time(tmp_path: Path) -> None
         before = await listed(client, end_time=begin)
         assert (list(before.entries), before.total.iteration_count) == ([], 0)
         await agent.end()
+
+
+async def test_the_whole_ledger_is_read_for_the_first_page_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = make_settings(tmp_path, price_per_kwh=0.25)
+    async with connected(settings):
+        pass
+    job_ids = [f"{'job' * 40}-{number:03}" for number in range(12)]
+    with closing(sqlite3.connect(tmp_path / "perseus.db")) as database, database:
+        for number, job_id in enumerate(job_ids):
+            for hour in range(10 + number):
+                database.execute(
+                    "INSERT INTO ledger VALUES (?, 0, 1, ?, -1, 0, 0.0, 0.0, NULL, NULL, "
+                    "1, 0, 1.0, 3.6e6, 0.0, 0, 0.0, 0.0, 0, 0, 0.0, 0.0)",
+                    (job_id, 490_000 + hour),
+                )
+    read: list[int] = []
+    ledger = SqlStore.ledger
+
+    async def counted(store: SqlStore, wanted: HourFilter) -> list[EnergyGroup]:
+        found = await ledger(store, wanted)
+        read.append(len(found))
+        return found
+
+    monkeypatch.setattr(SqlStore, "ledger", counted)
+    monkeypatch.setattr(Ledger, "run", lambda _: asyncio.Event().wait())
+    async with connected(settings) as client:
+        whole = await listed(client)
+        assert [entry.job_id for entry in whole.entries] == job_ids
+        assert whole.total.energy_kwh == sum(entry.account.energy_kwh for entry in whole.entries) > 0
+        read.clear()
+        entries: list[pb.LedgerEntry] = []
+        token = ""
+        for number in range(4):
+            page = await listed(client, page_size=3, page_token=token)
+            entries += page.entries
+            assert page.total == whole.total
+            token = page.next_page_token
+            assert bool(token) == (number < 3)
+        assert entries == list(whole.entries)
+        assert read[0] == len(job_ids)
+        assert max(read[1:]) <= 3 + 1, "a page, and whether there is another"
 
 
 async def test_invalid_requests_to_the_ledger_are_refused(tmp_path: Path) -> None:

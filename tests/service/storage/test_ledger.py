@@ -96,6 +96,27 @@ async def test_a_part_of_the_ledger_can_be_read(store: SqlStore) -> None:
     assert await hours(first_hour=13) == []
 
 
+async def test_the_ledger_is_read_in_pages_of_runs(store: SqlStore) -> None:
+    renewed = replace(REFERENCE, number=7)
+    for _ in range(2):  # two deleted jobs of the name
+        await store.write([new_run("b"), hour(10, job_id="b"), hour(11, job_id="b"), JobDeleted("b", 0)])
+    for job_id, run_count in (("a", 1), ("b", 3), ("c", 2), ("ä", 1)):
+        for number in range(1, run_count + 1):
+            own = {"job_id": job_id, "run_number": number}
+            await store.write([new_run(job_id, number), hour(10, **own), hour(12, renewed, **own)])  # type: ignore[arg-type]
+    for wanted in (HourFilter(), HourFilter(first_hour=11), HourFilter(end_hour=12), HourFilter(job_id="b")):
+        whole = await store.ledger(wanted)
+        runs = list(dict.fromkeys([(group.job_id, group.deletion, group.run_number) for group in whole]))
+        for size in (1, 2, 100):
+            for number, run in enumerate(runs):
+                page = await store.ledger(replace(wanted, after=run, run_count=size))
+                expected = runs[number + 1 : number + 1 + size]
+                assert page == [
+                    group for group in whole if (group.job_id, group.deletion, group.run_number) in expected
+                ]
+    assert len(runs) == 5
+
+
 async def test_a_run_continues_its_latest_hour(store: SqlStore) -> None:
     renewed = replace(REFERENCE, number=7)
     await store.write([new_run(), hour(10), hour(11), hour(11, renewed)])

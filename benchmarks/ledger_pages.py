@@ -106,14 +106,14 @@ async def _pause(work: Awaitable[None]) -> tuple[float, float]:
     begun_s, longest_s = time.perf_counter(), 0.0
     task = asyncio.ensure_future(work)
     while not task.done():
-        slept_s = time.perf_counter() - _waited_s()
+        slept_s = time.perf_counter() - waited_s()
         await asyncio.sleep(_TICK_S)
-        longest_s = max(longest_s, time.perf_counter() - _waited_s() - slept_s - _TICK_S)
+        longest_s = max(longest_s, time.perf_counter() - waited_s() - slept_s - _TICK_S)
     await task
     return time.perf_counter() - begun_s, 1000 * longest_s
 
 
-def _waited_s() -> float:
+def waited_s() -> float:
     """Return how long this thread has waited for a processor."""
     return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 

@@ -52,6 +52,7 @@ from perseus.service.domain.model import (
     stage_clocks,
 )
 from perseus.service.domain.records import (
+    Counters,
     ForgetIterations,
     ForgetProfile,
     IterationRows,
@@ -457,11 +458,11 @@ class Cluster:
                 with suppress(RankNotServedError):  # its agent gets the error, and continues
                     self.send(rank.end(duration_s, is_regular=is_regular))
 
-    def iterate_until(self, state: JobState, limit: int = 100) -> None:
+    def iterate_until(self, state: JobState, limit: int = 100, duration_s: float = 0.8) -> None:
         for _ in range(limit):
             if self.machine.record.state is state:
                 return
-            self.iterate()
+            self.iterate(duration_s=duration_s)
         raise AssertionError(f"{self.machine.record.state} after {limit} iterations, expected {state}")
 
     def events(self) -> list[event_pb2.JobEvent]:
@@ -512,6 +513,7 @@ class Cluster:
         rows: list[IterationRows] = []
         sequence = 0
         latest_hour: EnergyHour | None = None
+        counters = Counters()
         for command in self.history:
             if isinstance(command, Announce):
                 sequence = command.event.sequence
@@ -520,6 +522,8 @@ class Cluster:
             match command.record:
                 case JobRecord() as found:
                     record = found
+                case Counters() as counters:
+                    pass
                 case Registrations() as registrations:
                     pass
                 case Rank() as found_rank:
@@ -541,7 +545,7 @@ class Cluster:
         return StoredJob(
             self.spec, 1, START_S, registrations, record, tuple(ranks.values()), tuple(offers.values()),
             tuple(profiles[place] for place in sorted(profiles)), tuple(periods.values()),
-            tuple(rows), sequence, latest_hour,
+            tuple(rows), sequence, latest_hour, counters,
         )  # fmt: skip
 
     def restart(self) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from perseus.service.domain.measured import JobIteration, MeasuredTimeline, Period, Saving
 from perseus.service.domain.model import Rank, RankState
+from perseus.service.domain.profiling import ProfilingCost
 from perseus.service.domain.stall import Stall
 from perseus.solver import Frontier
 
@@ -45,6 +46,7 @@ class RunFigures:
         straggler_time_s: T' of the slowest straggler.
         switch_count: how often pipelines were switched to other plans.
         saved_energy_j: against stock, since the coordinator loaded the run.
+        profiling_cost: the cost of profiling since it began or was renewed.
     """
 
     stall: Stall | None = None
@@ -56,6 +58,7 @@ class RunFigures:
     straggler_time_s: float | None = None
     switch_count: int | None = None
     saved_energy_j: float | None = None
+    profiling_cost: ProfilingCost | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,6 @@ class JobRecord:
         is_profile_complete: whether there are enough measurements to plan on.
         stragglers: the slow pipelines, in order.
         lag_s: how long a transfer between stages takes, as inferred from plans; 0 before that.
-        profiling_cost: the cost of profiling since it began or was renewed.
         given_up_clocks: the clocks that could not be measured, in the order in which they were given up.
         stall: the stall that was reported last; None once the job makes progress.
         finish_time_s: when it finished, on the wall clock; None if it has not.
@@ -65,7 +64,6 @@ class JobRecord:
     is_profile_complete: bool = False
     stragglers: tuple[Straggler, ...] = ()
     lag_s: float = 0.0
-    profiling_cost: ProfilingCost = field(default_factory=ProfilingCost)
     given_up_clocks: tuple[GivenUpClock, ...] = ()
     stall: Stall | None = None
     finish_time_s: float | None = None
@@ -82,6 +80,19 @@ class JobRecord:
     def has_finished(self) -> bool:
         """Whether the job has ended."""
         return self.state is JobState.FINISHED
+
+
+@dataclass(slots=True)
+class Counters:
+    """Durable counts of a run that its iterations add to, beside the record, which does not change with them.
+
+    Attributes:
+        profiling_cost: the cost of profiling since it began or was renewed.
+        signal_count: iterations since the record's `signal_target` was set.
+    """
+
+    profiling_cost: ProfilingCost = field(default_factory=ProfilingCost)
+    signal_count: int = 0
 
 
 MAX_REQUEST_IDS = 64
@@ -176,6 +187,7 @@ class RecordedInputs:
 
 Record = (
     JobRecord
+    | Counters
     | EndedRun
     | Registrations
     | Rank
@@ -198,6 +210,8 @@ def record_key(record: Record) -> Hashable:
             return id(record)
         case JobRecord():
             return (JobRecord,)
+        case Counters():
+            return (Counters,)
         case EndedRun():
             return (EndedRun,)
         case Registrations():
@@ -241,6 +255,7 @@ class StoredJob:
     open_rows: tuple[IterationRows, ...]
     last_sequence: int
     latest_hour: EnergyHour | None = None
+    counters: Counters = field(default_factory=Counters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -134,7 +134,7 @@ class SignalTarget:
         state: how it follows the signal.
         target_time_s: the target iteration time, on the frontier's scale; None for no slowdown.
         value: of the signal when the target was set, per kWh; None if unknown.
-        done_count: measured iterations since the window began.
+        done_count: measured iterations since the window began; in a job's record, until the target was set.
     """
 
     window: WorkWindow
@@ -142,3 +142,7 @@ class SignalTarget:
     target_time_s: float | None = None
     value: float | None = None
     done_count: int = 0
+
+    def after(self, iteration_count: int) -> "SignalTarget":
+        """Return it with so many more iterations done."""
+        return replace(self, done_count=self.done_count + iteration_count)

@@ -108,6 +108,7 @@ class JobMachine:
         self._orders = [Order(order) for order in run.schedule.orders]
         # As last returned to the caller.
         self._stored_record: JobRecord | None = None
+        self._stored_counters = copy(run.counters)
         self._has_ended = False
 
     @property
@@ -182,7 +183,14 @@ class JobMachine:
         """
         created_s = now_s - (wall_time_s - stored.create_time_s)
         run = Run(
-            stored.spec, stored.run_number, rules, epoch, stored.create_time_s, created_s, stored.record
+            stored.spec,
+            stored.run_number,
+            rules,
+            epoch,
+            stored.create_time_s,
+            created_s,
+            stored.record,
+            stored.counters,
         )
         run.restore(stored, now_s, wall_time_s)
         machine = cls(run)
@@ -246,6 +254,9 @@ class JobMachine:
         if run.record != self._stored_record:  # most inputs do not change it
             self._stored_record = copy(run.record)
             run.buffer.store(self._stored_record)
+        if run.counters != self._stored_counters:
+            self._stored_counters = copy(run.counters)
+            run.buffer.store(self._stored_counters)
         if run.record.has_finished and not run.has_live_rank and not self._has_ended:
             self._has_ended = True
             run.buffer.store(views.ended(run))

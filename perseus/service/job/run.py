@@ -6,7 +6,7 @@ own, whose rows are stored as they change. All other state is measured or reques
 
 from copy import copy
 
-from perseus.service.domain.records import JobRecord, Registrations, StoredJob
+from perseus.service.domain.records import Counters, JobRecord, Registrations, StoredJob
 from perseus.service.domain.specification import JobSpec
 from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.iterations.baseline import Baseline
@@ -37,6 +37,7 @@ class Run:
         now_s, wall_time_s: the time of the current input, on both clocks.
         registrations: who registered it.
         record: the state that must not be lost.
+        counters: what iterations add to of it.
         schedule: its order of computations.
         buffer: the commands that the parts request.
         ranks: the ranks and the agents that serve them.
@@ -62,8 +63,9 @@ class Run:
         create_time_s: float,
         created_s: float,
         record: JobRecord | None = None,
+        counters: Counters | None = None,
     ) -> None:
-        """Begin with no state except the record of a run that continues."""
+        """Begin with no state except the record and the counters of a run that continues."""
         self.spec = spec
         self.run_number = run_number
         self.rules = rules
@@ -72,6 +74,7 @@ class Run:
         self.now_s, self.wall_time_s = created_s, create_time_s
         self.registrations = Registrations(())
         self.record = record = JobRecord(spec.policy) if record is None else copy(record)
+        self.counters = counters = Counters() if counters is None else copy(counters)
         self.schedule = spec.check()
         counts = spec.parallelism
         places = list(counts.all_coordinates())
@@ -83,10 +86,11 @@ class Run:
         self.offers = OfferBoard(record, counts, self.ranks, self.buffer)
         self.max_clock_enforcer = MaxClockEnforcer(record, self.ranks, self.offers, self.buffer)
         self.baseline = Baseline(record, rules.baseline_iterations)
-        self.profiler = Profiler(record, counts, self.schedule, rules, self.buffer)
+        self.profiler = Profiler(record, counters, counts, self.schedule, rules, self.buffer)
         self.stragglers = StragglerRegistry(record, self.schedule, counts, self.buffer)
         self.planner = Planner(
             record,
+            counters,
             counts,
             self.schedule,
             rules,
@@ -113,7 +117,7 @@ class Run:
         self.caps = CapWatch(rules.guard_iterations // 2 + 1)
 
     def restore(self, stored: StoredJob, now_s: float, wall_time_s: float) -> None:
-        """Take the tables of a stored run; its record was already passed at creation."""
+        """Take the tables of a stored run; its record and counters were already passed at creation."""
         self.now_s, self.wall_time_s = now_s, wall_time_s
         self.registrations = stored.registrations
         self.ranks.restore(stored.ranks, now_s)

@@ -140,7 +140,7 @@ def _of_record(
             **{f"{state.name.lower()}_count": rank_counts.get(state, 0) for state in RankState}
         ),
         policy=policy_to_proto(record.policy),
-        profiling_cost=cost_to_proto(record.earlier_profiling_cost.plus(record.profiling_cost)),
+        profiling_cost=cost_to_proto(record.earlier_profiling_cost.plus(run.counters.profiling_cost)),
         profiling_budget=budget_to_proto(rules.profiling_budget),
         straggler_count=len(record.stragglers),
         create_time=time_to_proto(run.create_time_s),
@@ -156,7 +156,9 @@ def _of_record(
     if record.finish_time_s is not None:
         shown.finish_time.CopyFrom(time_to_proto(record.finish_time_s))
     if record.signal_target is not None:
-        shown.signal_target.CopyFrom(signal_target_to_proto(record.signal_target))
+        shown.signal_target.CopyFrom(
+            signal_target_to_proto(record.signal_target.after(run.counters.signal_count))
+        )
     return shown
 
 
@@ -198,6 +200,7 @@ def figures(run: Run) -> RunFigures:
         straggler_time_s=max(run.planner.straggler_times_s().values(), default=None),
         switch_count=run.offers.switch_count,
         saved_energy_j=run.meter.saved_j,
+        profiling_cost=run.counters.profiling_cost,
     )
 
 

@@ -462,6 +462,7 @@ class LiveRuns:
             periods=tuple(machine.run.log.periods),
             open_rows=(),
             last_sequence=run.last_sequence,
+            counters=machine.run.counters,
         )
         if run.solving is not None:
             run.solving.cancel()

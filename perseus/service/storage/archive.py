@@ -1,6 +1,6 @@
 """A whole database in one portable file, for a backup or a move to another engine.
 
-Lines of JSON. The first names the format: `{"format": "perseus-store", "schema": "v0007", "slot_count": 1}`.
+Lines of JSON. The first names the format: `{"format": "perseus-store", "schema": "v0008", "slot_count": 1}`.
 Then one line for each row, `{"slot": 0, "table": "runs", "row": {...}}`, columns by name, bytes in base64;
 tables and rows are in the order of their keys. The last is `{"end": true, "row_count": 1234}`: a file without
 it was cut off.

@@ -26,7 +26,7 @@ from perseus.service.domain.model import (
     StockClocks,
 )
 from perseus.service.domain.power import BudgetRecord
-from perseus.service.domain.records import JobRecord
+from perseus.service.domain.records import Counters, JobRecord
 from perseus.service.domain.slot_power import Division, SlotPower
 from perseus.service.domain.specification import JobSpec, Parallelism, Registration
 from perseus.solver import Measurement
@@ -153,6 +153,7 @@ SPEC_SIZE: Json[SpecSize] = Json("spec", SpecSize)
 REGISTRATIONS: Json[tuple[Registration, ...]] = Json("registrations", tuple[Registration, ...])
 NO_REGISTRATIONS = REGISTRATIONS.dump(())
 RECORD: Json[JobRecord] = Json("record", JobRecord)
+COUNTERS: Json[Counters] = Json("counters", Counters)
 RANK: Json[Rank] = Json("rank", Rank)
 PERIOD: Json[Period] = Json("period", Period)
 SLOT_POWER: Json[SlotPower] = Json("slot power", SlotPower)

@@ -104,6 +104,7 @@ class Pruner:
         is_still = select(runs.c.job_id).where(is_own).exists()
         for table in (
             schema.recordings,
+            schema.counters,
             schema.open_iterations,
             schema.offers,
             schema.plans,

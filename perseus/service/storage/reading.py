@@ -18,6 +18,7 @@ from perseus.service.domain.model import ALL_EVENTS, EventFilter, PipelineOffer,
 from perseus.service.domain.power import BudgetRecord, UnreadableBudget
 from perseus.service.domain.principals import Grant, Scope, Session, Token
 from perseus.service.domain.records import (
+    Counters,
     IterationRows,
     ListedRun,
     OfferRecord,
@@ -249,6 +250,8 @@ def _load_run(connection: Connection, job_id: str, run_number: int) -> StoredJob
     if not runs:
         return None
     (run,) = runs
+    # Releases before had its fields in the record.
+    counters = next((row.counters for row in rows(schema.counters)), run.record)
     plans = {row.digest: codecs.load_clocks(row.clocks_type, row.clocks) for row in rows(schema.plans)}
     last_sequence = connection.scalar(
         select(func.coalesce(func.max(schema.events.c.sequence), 0)).where(
@@ -280,6 +283,7 @@ def _load_run(connection: Connection, job_id: str, run_number: int) -> StoredJob
         ),
         last_sequence=int(last_sequence or 0),
         latest_hour=ledger_rows.latest_hour(connection, job_id, run_number),
+        counters=codecs.COUNTERS.load(counters) if counters else Counters(),
     )
 
 

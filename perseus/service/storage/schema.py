@@ -29,7 +29,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-HEAD = "v0007"
+HEAD = "v0008"
 """The latest migration, which names this schema."""
 
 # Ordered by bytes in both engines, as SQLite orders all texts.
@@ -137,6 +137,9 @@ profiled_work = _table(
     Column("work_key", _KEY, nullable=False),
     Index("profiled_work_by_key", "work_key"),
 )
+
+# What iterations add to: beside the record, whose row is long.
+counters = _table("counters", *_run_columns(), _text("counters"))
 
 # `is_baseline` repeats what is in the period: against the latest of these, later ones save.
 periods = _table(
@@ -286,6 +289,7 @@ OF_FLEET = (tokens, budgets, members, slots, slot_powers, gpu_claims)
 
 OF_RUNS = (
     recordings,
+    counters,
     runs,
     ranks,
     offers,

@@ -37,6 +37,7 @@ DELETE_SESSION = "delete_session"
 UPSERT_BUDGET = "upsert_budget"
 UPSERT_SLOT_POWER = "upsert_slot_power"
 UPSERT_RECORDING = "upsert_recording"
+UPSERT_COUNTERS = "upsert_counters"
 
 ORDER = (
     INSERT_RUN,
@@ -61,6 +62,7 @@ ORDER = (
     UPSERT_BUDGET,
     UPSERT_SLOT_POWER,
     UPSERT_RECORDING,
+    UPSERT_COUNTERS,
 )
 """The order in which a group's rows are written: a run before its changes, plans before rows that use
 them."""
@@ -145,6 +147,7 @@ class Statements:
             UPSERT_BUDGET: upsert(schema.budgets),
             UPSERT_SLOT_POWER: upsert(schema.slot_powers),
             UPSERT_RECORDING: upsert(schema.recordings),
+            UPSERT_COUNTERS: upsert(schema.counters),
         }
         self.by_name = {name: _compiled(statement, dialect) for name, statement in by_name.items()}
         self.count_commit = _compiled(

@@ -17,6 +17,7 @@ from perseus.service.domain.measured import Period, StageProfile
 from perseus.service.domain.messages import frontier_to_proto, time_from_proto, timeline_to_proto
 from perseus.service.domain.model import Clocks, Rank
 from perseus.service.domain.records import (
+    Counters,
     EndedRun,
     ForgetIterations,
     ForgetProfile,
@@ -257,6 +258,8 @@ class GroupWriter:
                 rows[to.UPDATE_RECORD].append(
                     (codecs.RECORD.dump(record), version, record.finish_time_s, *run)
                 )
+            case Counters():
+                rows[to.UPSERT_COUNTERS].append((*run, codecs.COUNTERS.dump(record)))
             case EndedRun():
                 rows[to.UPDATE_ENDED_RUN].append((*_ended_columns(record), *run))
             case Registrations(registrations):

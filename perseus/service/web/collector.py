@@ -139,7 +139,7 @@ class CoordinatorCollector:
         record = run.machine.record
         _put_state(readings, job, record.state, figures.stall)
         _put_measured(readings, job, record, figures)
-        _put_profiling(readings, job, record.profiling_cost, live.rules.profiling_budget)
+        _put_profiling(readings, job, figures.profiling_cost, live.rules.profiling_budget)
         counts, job_id = run.event_counts, run.job_id
         readings.put(names.JOB_PLAN_SWITCHES, figures.switch_count, job_id)
         readings.put(
@@ -238,16 +238,17 @@ def _put_measured(readings: Readings, job: job_pb2.Job, record: JobRecord, figur
 
 
 def _put_profiling(
-    readings: Readings, job: job_pb2.Job, cost: ProfilingCost, budget: ProfilingBudget
+    readings: Readings, job: job_pb2.Job, cost: ProfilingCost | None, budget: ProfilingBudget
 ) -> None:
     job_id = job.job_id
     readings.put(names.JOB_PROFILED, job.profiled_clock_count, job_id)
-    readings.put(names.JOB_PROFILING_ITERATIONS, cost.iteration_count, job_id)
-    readings.put(names.JOB_PROFILING_TIME, cost.time_s, job_id)
-    readings.put(names.JOB_PROFILING_EXTRA_TIME, cost.extra_time_s, job_id)
-    readings.put(names.JOB_PROFILING_EXTRA_ENERGY, cost.extra_energy_j, job_id)
-    used = max(budget.used(cost, limit) / budget.limit_of(limit) for limit in ProfilingLimit)
-    readings.put(names.JOB_PROFILING_BUDGET, max(0.0, used), job_id)
+    if cost is not None:
+        readings.put(names.JOB_PROFILING_ITERATIONS, cost.iteration_count, job_id)
+        readings.put(names.JOB_PROFILING_TIME, cost.time_s, job_id)
+        readings.put(names.JOB_PROFILING_EXTRA_TIME, cost.extra_time_s, job_id)
+        readings.put(names.JOB_PROFILING_EXTRA_ENERGY, cost.extra_energy_j, job_id)
+        used = max(budget.used(cost, limit) / budget.limit_of(limit) for limit in ProfilingLimit)
+        readings.put(names.JOB_PROFILING_BUDGET, max(0.0, used), job_id)
     if job.HasField("profiling_progress"):
         progress = job.profiling_progress
         readings.put(names.JOB_PROFILING_TRIED, progress.tried_clock_count, job_id)

@@ -421,12 +421,12 @@ def test_profiling_cost_and_given_up_clocks_survive_a_restart() -> None:
     cluster.spoiling[FIRST] = without_estimate
     while not cluster.machine.record.given_up_clocks:
         cluster.run()
-    before = cluster.machine.record
-    assert before.profiling_cost.iteration_count > 16
+    before = cluster.machine.run
+    assert before.counters.profiling_cost.iteration_count > 16
     cluster.restart()
-    after = cluster.machine.record
+    after = cluster.machine.run
     assert after is not before
-    assert (after.profiling_cost, after.given_up_clocks) == (before.profiling_cost, before.given_up_clocks)
+    assert (after.counters, after.record.given_up_clocks) == (before.counters, before.record.given_up_clocks)
     cluster.join_all()
     cluster.run_until(JobState.STOCK)
     assert [clock.clock_mhz for clock in cluster.announced(event_pb2.ClockGivenUp)] == [1400, 1300]

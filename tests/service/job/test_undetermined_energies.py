@@ -78,7 +78,10 @@ class CountedCluster(Cluster):
         state = self.machine.record.state
         for _ in range(limit):
             state = self.machine.record.state
-            if state in (JobState.PLANNED, JobState.STOCK) and self.machine.record.profiling_cost.time_s:
+            if (
+                state in (JobState.PLANNED, JobState.STOCK)
+                and self.machine.run.counters.profiling_cost.time_s
+            ):
                 return state
             held = [rank.in_force.clocks for rank in self.ranks.values()]
             mhz = next((each.clocks_mhz[0] for each in held if isinstance(each, HoldClocks)), CLOCKS_MHZ[0])

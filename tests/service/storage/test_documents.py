@@ -4,6 +4,7 @@ import asyncio
 import json
 import sqlite3
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ COLUMNS = [
     ("runs", "spec"),
     ("runs", "registrations"),
     ("runs", "record"),
+    ("counters", "counters"),
     ("ranks", "rank"),
     ("periods", "period"),
     ("offers", "stage_versions"),
@@ -110,6 +112,19 @@ async def test_a_field_that_was_not_there_yet_has_its_default(path: Path) -> Non
     change(path, "runs", "record", without_signal_target)
     change(path, "budgets", "budget", without_signal_target)
     assert await read(path) == before
+
+
+async def test_what_iterations_add_to_is_read_from_the_record_of_a_release_before(path: Path) -> None:
+    before, _ = await read(path)
+    assert isinstance(before, StoredJob)
+    assert before.counters.profiling_cost.iteration_count > 0
+    cost = asdict(before.counters.profiling_cost)
+    change(path, "runs", "record", lambda document: [1, {**document[1], "profiling_cost": cost}])
+    with sqlite3.connect(path) as connection:
+        connection.execute("DELETE FROM counters")
+    connection.close()
+    after, _ = await read(path)
+    assert after == before
 
 
 @pytest.mark.parametrize(("table", "column"), COLUMNS)

@@ -37,7 +37,7 @@ async def test_an_earlier_schema_is_migrated_with_its_rows(tmp_path: Path) -> No
         connection.execute(f"ALTER TABLE runs DROP COLUMN {column}")
     connection.executescript(
         "DROP TABLE members;DROP TABLE slots;"  # what later ones add
-        "DROP TABLE slot_powers;DROP TABLE gpu_claims;"
+        "DROP TABLE slot_powers;DROP TABLE gpu_claims;DROP TABLE counters;"
         "UPDATE alembic_version SET version_num = 'v0003';INSERT INTO boots VALUES (7, 'token of before', 0)"
     )
     connection.close()
@@ -76,9 +76,9 @@ def named(schema: str) -> str:
     ("statement", "message"),
     [
         # Revisions as they were numbered during development, and before that.
-        (OURS + named("0011"), f"expected schema v0007, found 0011, {TOO_OLD}"),
-        (OURS + "PRAGMA user_version = 4", f"expected schema v0007, found one without a name, {TOO_OLD}"),
-        (named("v0099"), "expected schema v0007, found v0099, which is newer than this Perseus"),
+        (OURS + named("0011"), f"expected schema v0008, found 0011, {TOO_OLD}"),
+        (OURS + "PRAGMA user_version = 4", f"expected schema v0008, found one without a name, {TOO_OLD}"),
+        (named("v0099"), "expected schema v0008, found v0099, which is newer than this Perseus"),
         (
             "CREATE TABLE receipts (sum); PRAGMA user_version = 8",
             "expected an empty database or one of Perseus, found tables receipts",
@@ -111,4 +111,4 @@ def test_the_check_reports_a_databases_schema(tmp_path: Path) -> None:
     connection = sqlite3.connect(path)
     connection.executescript(OURS + named("0011"))
     connection.close()
-    assert check_database(path) == [f"expected schema v0007, found 0011, {TOO_OLD}"]
+    assert check_database(path) == [f"expected schema v0008, found 0011, {TOO_OLD}"]

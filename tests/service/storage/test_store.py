@@ -21,6 +21,7 @@ from perseus.service.domain.model import (
 )
 from perseus.service.domain.profiling import ClockGivenUpReason, GivenUpClock, ProfilingCost
 from perseus.service.domain.records import (
+    Counters,
     ForgetIterations,
     ForgetProfile,
     IterationRows,
@@ -78,7 +79,6 @@ RECORD = JobRecord(
     True,
     (Straggler(0, None, 1.3),),
     0.7e-3,
-    ProfilingCost(17, 13.5, 1 / 3, 1e6, -0.5),
     (
         GivenUpClock(1, 1200, ClockGivenUpReason.NO_ENERGY, Coordinates(0, 1, 0)),
         GivenUpClock(0, 1300, ClockGivenUpReason.DISTURBED, None),
@@ -202,6 +202,15 @@ async def test_a_later_entry_replaces_one_of_the_same_key(open_store: Open) -> N
     assert stored.record == replace(RECORD, version=10)
     assert stored.ranks == (newer,)
     assert stored.offers == (OfferRecord(1, PipelineOffer((4, 3), 22, STOCK)),)
+    await store.close()
+
+
+async def test_later_counters_replace_earlier_ones(open_store: Open) -> None:
+    store = await open_store()
+    earlier, later = (Counters(ProfilingCost(17, 13.5, 1 / 3, 1e6, -0.5), count) for count in (3, 4))
+    await store.write([NewRun(make_spec(), 1, 1.0), JobEntry("job", 1, earlier), JobEntry("job", 1, later)])
+    (stored,) = await stored_jobs(store)
+    assert stored.counters == later
     await store.close()
 
 

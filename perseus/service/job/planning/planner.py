@@ -16,7 +16,7 @@ from perseus.service.domain.job_signal import JobSignal, SpeedCurveBasis
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.messages import NUMBERS, policy_to_proto, signal_target_to_proto
 from perseus.service.domain.model import Clocks, NoSlowdown, PlannedClocks, Straggler
-from perseus.service.domain.records import JobRecord
+from perseus.service.domain.records import Counters, JobRecord
 from perseus.service.domain.signals import SignalTarget, SignalTargetState
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
 from perseus.service.job.command_buffer import CommandBuffer
@@ -70,6 +70,7 @@ class Planner:
     def __init__(
         self,
         record: JobRecord,
+        counters: Counters,
         parallelism: Parallelism,
         schedule: Schedule,
         rules: Rules,
@@ -86,6 +87,7 @@ class Planner:
         self.latency = SetLatency(record, len(ranks))
         self.watch = PlanWatch(record, parallelism, rules, profiler, buffer)
         self._record = record
+        self._counters = counters
         self._schedule = schedule
         self._ranks = ranks
         self._offers = offers
@@ -235,6 +237,7 @@ class Planner:
         if is_news:
             if policy.signal != self._record.policy.signal:
                 self._record.signal_target = None  # its counts belong to another rule
+                self._counters.signal_count = 0
             self._record.policy = policy
             slows = policy != OperatingPolicy(budget_terms=policy.budget_terms)
             is_waiting = slows and self.frontier is not None and self._policy_in_use() is not policy
@@ -272,7 +275,7 @@ class Planner:
         """
         if order.rule != self._record.policy.signal:
             return False
-        before = self._record.signal_target
+        before = self._signal_target
         before_s = None if before is None else before.target_time_s
         is_same_window = before is not None and before.window == order.window
         self._record.signal_target = SignalTarget(
@@ -282,6 +285,7 @@ class Planner:
             order.value,
             before.done_count if before is not None and is_same_window else 0,
         )
+        self._counters.signal_count = 0
         if before is None or (before_s, before.state) != (order.target_time_s, order.state):
             self._buffer.announce(
                 event_pb2.JOB_EVENT_TYPE_SIGNAL_TARGET_SET,
@@ -297,9 +301,7 @@ class Planner:
     def count_done(self, iteration_count: int) -> None:
         """Count iterations of the job, as work of the signal's window."""
         if self._record.signal_target is not None:
-            self._record.signal_target = replace(
-                self._record.signal_target, done_count=self._record.signal_target.done_count + iteration_count
-            )
+            self._counters.signal_count += iteration_count
 
     def job_signal(self, *, is_planned: bool) -> JobSignal | None:
         """Return the inputs for load shifting by a signal; None if the policy follows none."""
@@ -311,7 +313,13 @@ class Planner:
             baseline_s = self._baseline.time_s
             full_s = no_slowdown(self.frontier, baseline_s).time_s
             basis = SpeedCurveBasis(self.frontier, full_s, overhead_s(self.frontier, baseline_s))
-        return JobSignal(rule, self._record.signal_target, basis)
+        return JobSignal(rule, self._signal_target, basis)
+
+    @property
+    def _signal_target(self) -> SignalTarget | None:
+        """The target that a signal asks for, with the progress until now."""
+        target = self._record.signal_target
+        return None if target is None else target.after(self._counters.signal_count)
 
     @property
     def _signal_target_s(self) -> float | None:

@@ -10,14 +10,15 @@ from dataclasses import replace
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import StockIteration
 from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost, ProfilingLimit
-from perseus.service.domain.records import JobRecord
+from perseus.service.domain.records import Counters, JobRecord
 
 
 class BudgetTracker:
-    """Tracks the spent part of a budget: the record's `profiling_cost`."""
+    """Tracks the spent part of a budget: the counters' `profiling_cost`."""
 
-    def __init__(self, record: JobRecord, budget: ProfilingBudget) -> None:
+    def __init__(self, record: JobRecord, counters: Counters, budget: ProfilingBudget) -> None:
         self._record = record
+        self._counters = counters
         self._budget = budget
         # The cost that `limit` was last computed for, and the result.
         self._judged_cost: ProfilingCost | None = None
@@ -28,7 +29,7 @@ class BudgetTracker:
     @property
     def cost(self) -> ProfilingCost:
         """The cost of profiling since it began or its budget was renewed."""
-        return self._record.profiling_cost
+        return self._counters.profiling_cost
 
     @property
     def limit(self) -> ProfilingLimit | None:
@@ -40,14 +41,14 @@ class BudgetTracker:
     def renew(self) -> None:
         """Start again with a full budget."""
         self._record.earlier_profiling_cost = self._record.earlier_profiling_cost.plus(self.cost)
-        self._record.profiling_cost = ProfilingCost()
+        self._counters.profiling_cost = ProfilingCost()
         self.end_gap()
 
     def take_iteration(self, iteration: JobIteration, baseline: StockIteration) -> float:
         """Count an iteration of profiling; return by how much it exceeded stock's time."""
         extra_s = max(0.0, iteration.iteration_time_s - baseline.time_s)
         energy_j = math.fsum(iteration.pipeline_energy_j)
-        self._record.profiling_cost = ProfilingCost(
+        self._counters.profiling_cost = ProfilingCost(
             iteration_count=self.cost.iteration_count + 1,
             time_s=self.cost.time_s + iteration.iteration_time_s,
             extra_time_s=self.cost.extra_time_s + extra_s,
@@ -71,7 +72,7 @@ class BudgetTracker:
     def _take_unknown(self, time_s: float, extra_s: float) -> None:
         self._silent_s += time_s
         self._silent_extra_s += extra_s
-        self._record.profiling_cost = replace(
+        self._counters.profiling_cost = replace(
             self.cost, time_s=self.cost.time_s + time_s, extra_time_s=self.cost.extra_time_s + extra_s
         )
 

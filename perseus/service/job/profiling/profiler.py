@@ -31,7 +31,7 @@ from perseus.service.domain.profiling import (
     ProfilingLimit,
     ProfilingProgress,
 )
-from perseus.service.domain.records import ForgetProfile, JobRecord
+from perseus.service.domain.records import Counters, ForgetProfile, JobRecord
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.command_buffer import CommandBuffer
@@ -82,6 +82,7 @@ class Profiler:
     def __init__(
         self,
         record: JobRecord,
+        counters: Counters,
         parallelism: Parallelism,
         schedule: Schedule,
         rules: Rules,
@@ -100,7 +101,7 @@ class Profiler:
             parallelism, schedule, self._allocation, self._budget.extra_time_s / rules.profile_clocks
         )
         self._buffer = buffer
-        self.budget_tracker = BudgetTracker(record, self._budget)
+        self.budget_tracker = BudgetTracker(record, counters, self._budget)
         self.whole_round_count = 0
         self._progress = ProgressEstimate(self._budget)
         # The clock, stage and rank that the round waited for when the budget ended it.

@@ -77,11 +77,10 @@ def test_iterations_of_the_window_are_counted_also_over_a_restart() -> None:
     cluster = following()
     cluster.send(target(point_s(cluster, 0.5)))
     cluster.iterate(5)
-    shown = cluster.machine.record.signal_target
-    assert shown is not None
+    shown = cluster.job().signal_target
     assert shown.done_count == 5
     cluster.restart()
-    assert cluster.machine.record.signal_target == shown
+    assert cluster.job().signal_target == shown
     for rank in cluster.ranks.values():
         cluster.send(rank.joined())
     times_s = cluster.planned_times_s()

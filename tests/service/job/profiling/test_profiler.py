@@ -10,7 +10,7 @@ from perseus.service.domain.commands import Announce, Command
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import STOCK_MHZ, HoldClocks, StockIteration
 from perseus.service.domain.profiling import ProfilingProgress
-from perseus.service.domain.records import JobRecord
+from perseus.service.domain.records import Counters, JobRecord
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.command_buffer import CommandBuffer
@@ -34,7 +34,9 @@ class Bench:
         self.informed: dict[int, NDArray[np.float64]] = {}
         self.buffer = CommandBuffer()
         rules = Rules(profile_iterations=ITERATIONS)
-        self.profiler = Profiler(JobRecord(OperatingPolicy()), SHAPE, SCHEDULE, rules, self.buffer)
+        self.profiler = Profiler(
+            JobRecord(OperatingPolicy()), Counters(), SHAPE, SCHEDULE, rules, self.buffer
+        )
         held = self.profiler.next_round(None, USABLE_MHZ)
         assert held == HoldClocks((1400, 1400))
         self.held = held
@@ -150,7 +152,12 @@ def test_estimates_at_stock_count_for_a_stage_that_stays_there() -> None:
     """Estimates become rarer the longer a plan is in force, so the next one may be far away."""
     buffer = CommandBuffer()
     profiler = Profiler(
-        JobRecord(OperatingPolicy()), SHAPE, SCHEDULE, Rules(profile_iterations=ITERATIONS), buffer
+        JobRecord(OperatingPolicy()),
+        Counters(),
+        SHAPE,
+        SCHEDULE,
+        Rules(profile_iterations=ITERATIONS),
+        buffer,
     )
     for place in SHAPE.all_coordinates():
         profiler.take_estimate(place, estimate(SCHEDULE.orders[place.stage], 0, 100, STOCK_MHZ))

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from perseus.service.domain.measured import JobIteration, StageProfile
 from perseus.service.domain.model import HoldClocks, StockIteration
-from perseus.service.domain.records import JobRecord
+from perseus.service.domain.records import Counters, JobRecord
 from perseus.service.domain.specification import Coordinates, OperatingPolicy, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate, EnergySample
 from perseus.service.job.command_buffer import CommandBuffer
@@ -32,7 +32,7 @@ class NoisyJob:
 
     def __init__(self, noise: Mapping[int, float], seed: int, rules: Rules = RULES) -> None:
         self.record = JobRecord(OperatingPolicy())
-        self.profiler = Profiler(self.record, SHAPE, SCHEDULE, rules, CommandBuffer())
+        self.profiler = Profiler(self.record, Counters(), SHAPE, SCHEDULE, rules, CommandBuffer())
         self._noise = noise
         self._random = np.random.default_rng(seed)
         self.iteration_counts: dict[int, int] = {}

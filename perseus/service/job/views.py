@@ -355,9 +355,8 @@ def solved_frontier(run: Run) -> Frontier:
     return run.planner.frontier
 
 
-def snapshot(run: Run) -> RunSnapshot:
-    """Return the part of an ended run that is kept in memory."""
-    end = ended(run)
+def snapshot(run: Run, end: EndedRun) -> RunSnapshot:
+    """Return the part of an ended run that is kept in memory, with its view at the end."""
     return RunSnapshot(
         run.spec,
         run.run_number,

@@ -533,7 +533,8 @@ class LiveRuns:
         to_store = list(entries)
         then: list[Callable[[], None]] = []
         publishing: list[Callable[[], None]] = []  # after all offers: each is a log line
-        is_job_changed = has_ended = False
+        is_job_changed = False
+        end: EndedRun | None = None
         job_id, number = run.job_id, run.number
         for command in commands:
             match command:
@@ -541,8 +542,9 @@ class LiveRuns:
                     to_store.append(JobEntry(job_id, number, priced(hour, partial(self._rates_at, job_id))))
                 case Store(record):
                     to_store.append(JobEntry(job_id, number, record))
-                    has_ended = has_ended or isinstance(record, EndedRun)
-                    if isinstance(record, _SHOWN):
+                    if isinstance(record, EndedRun):
+                        end = record
+                    elif isinstance(record, _SHOWN):
                         is_job_changed = True
                         if isinstance(record, Rank):
                             run.ranks[record.coordinates] = record
@@ -564,17 +566,17 @@ class LiveRuns:
         if to_store or then:
             self._note_change(job_id)
         then.extend(more)
-        if has_ended:
-            then.append(partial(self._drop_machine, run))
+        if end is not None:
+            then.append(partial(self._drop_machine, run, end))
         self._ticking.add(run)
         # A failing action quarantines its own run, and affects nothing else.
         return self._writer.later(to_store, then, partial(self.quarantine, run, FaultyPart.ACTION))
 
-    def _drop_machine(self, run: LiveRun) -> None:
+    def _drop_machine(self, run: LiveRun, end: EndedRun) -> None:
         """Replace the machine of an ended run by a snapshot, and trim those of runs that ended before."""
         if not (isinstance(run.machine, JobMachine) and run.machine.record.has_finished):
             return
-        run.machine = views.snapshot(run.machine.run)
+        run.machine = views.snapshot(run.machine.run, end)
         run.ranks.clear()
         self._just_ended.append(run)
         if len(self._just_ended) > _KEPT_MEASURED:

@@ -136,12 +136,12 @@ def test_the_snapshot_of_an_ended_run_shows_the_same_as_its_machine() -> None:
     for rank in cluster.ranks.values():
         cluster.send(RankLeft(rank.place, rank.instance_id, RankLeftReason.FINISHED))
     run = cluster.machine.run
-    snapshot = views.snapshot(run)
     (ended,) = [
         each.record
         for each in cluster.history
         if isinstance(each, Store) and isinstance(each.record, EndedRun)
     ]
+    snapshot = views.snapshot(run, ended)
     assert snapshot.job == ended.job == views.job(run, is_full=True)
     assert snapshot.solved_frontier() is views.solved_frontier(run)
     for pipeline in range(2):

@@ -6,6 +6,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from perseus.service.domain.records import EndedRun
+from perseus.service.job import views
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.run import Run
 from perseus.service.shell import live_runs
@@ -61,6 +63,29 @@ async def shown(client: Client, job_id: str) -> list[object]:
 
 def refuse(*_: object, **__: object) -> None:
     raise AssertionError("a state machine is made")
+
+
+async def test_the_whole_of_a_run_is_viewed_once_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    viewed: list[str] = []
+    view = views.ended
+
+    def counted(run: Run) -> EndedRun:
+        viewed.append(run.spec.job_id)
+        return view(run)
+
+    monkeypatch.setattr(views, "ended", counted)
+    async with connected(make_settings(tmp_path)) as client:
+        agent = await train(client, "ended")
+        await client.finish("ended")
+        await leave(client, agent)
+
+        async def has_gone() -> bool:
+            return not machines("ended")
+
+        await until(has_gone)
+    assert viewed == ["ended"]
 
 
 async def test_an_ended_run_looks_as_before_and_no_machine_is_made_for_it(

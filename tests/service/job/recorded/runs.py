@@ -176,7 +176,7 @@ class RecordedRun:
                 case Store(record):
                     self._entries.append(JobEntry(job_id, number, record))
                     if isinstance(record, EndedRun) and isinstance(self._run, JobMachine):
-                        self._run = views.snapshot(self._run.run)
+                        self._run = views.snapshot(self._run.run, record)
                         self.has_ended = True
                 case Announce(event):
                     self._entries.append(EventEntry(job_id, number, event))

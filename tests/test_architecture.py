@@ -67,6 +67,7 @@ RULES: Mapping[str, PackageRules] = {
     "retry": pure(),
     "schedule_name": pure(),
     "logs": allowed("structlog"),
+    "background": allowed("structlog"),
     "metrics": pure("prometheus_client"),
     "tls": allowed("google", "grpc", "grpc_status", "pydantic", "structlog"),
     "certificates": allowed("cryptography"),

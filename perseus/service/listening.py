@@ -5,7 +5,6 @@ and nothing older, and has no setting for that.
 """
 
 import asyncio
-import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import cast
 import grpc
 import structlog
 
+from perseus.background import background_task
 from perseus.service.domain.errors import AddressUnavailableError, CertificatesUnusableError
 from perseus.service.settings import CoordinatorSettings
 from perseus.tls.address import OTHER_SCHEMES, host_and_port
@@ -60,7 +60,7 @@ class Port:
         except RuntimeError as error:
             raise AddressUnavailableError(address=self._address, cause=error) from None
         if self._source is not None:
-            self._keeping = asyncio.create_task(_keep_fresh(self._source))
+            self._keeping = background_task("certificates", _keep_fresh(self._source))
         elif self._is_insecure:
             _log.warning(
                 "insecure: plaintext, and anybody who reaches this address may do anything",
@@ -79,8 +79,7 @@ class Port:
         """Stop renewing certificates."""
         if self._keeping is not None:
             self._keeping.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._keeping
+            await asyncio.gather(self._keeping, return_exceptions=True)
 
 
 def check_free(address: str) -> None:

@@ -16,6 +16,7 @@ import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from perseus.background import background_task
 from perseus.service.api.agent_service import AgentService
 from perseus.service.api.authentication import Authentication, NoAuthentication
 from perseus.service.api.calls import unary_calls
@@ -167,7 +168,7 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
-    collecting = asyncio.create_task(_collect_in_time())
+    collecting = background_task("garbage collection", _collect_in_time())
     try:
         async with joined(settings) as member:
             ends = {stopped}
@@ -348,7 +349,7 @@ async def running(
         )
         stack.callback(request_solver.close)
         if cluster is not None:
-            stack.push_async_callback(_cancel, asyncio.create_task(cluster.run()))
+            stack.push_async_callback(_cancel, background_task("Dask cluster", cluster.run()))
         feeds = Feeds(
             {name: some.feed(name) for name, some in settings.feeds.items()},
             {name: some.hosts for name, some in settings.feeds.items()},
@@ -457,8 +458,8 @@ async def _listening(
     log.info("listening", address=address)
     try:
         with Watchdog(settings.late_limit_s) as watchdog:
-            watching = asyncio.create_task(
-                _watch_health(coordinator, health_servicer, watchdog, settings.late_limit_s)
+            watching = background_task(
+                "health", _watch_health(coordinator, health_servicer, watchdog, settings.late_limit_s)
             )
             try:
                 async with _serving_http(coordinator, settings, port, http, grants):

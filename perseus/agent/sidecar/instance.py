@@ -266,7 +266,7 @@ class Instance:
             await asyncio.sleep(_CONFIRM_S)
             try:
                 await self._confirm(uuids)
-            except (GpuError, NotConfirmedError) as error:
+            except Exception as error:  # whatever it is: nobody has confirmed the GPUs
                 self._fail(error)
 
     # --- Control --------------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ class ServedRank:
             self._log.exception("rank given up", on=type(event).__name__)
             self.has_failed = True
             self._final_messages = self._session.give_up()
-        if self._session.has_ended:
+        if self._session.has_ended and self._ending is None:  # handling an event may lead to another
             self._ending = asyncio.create_task(self._end())
 
     def _handle(self, event: Event) -> None:
@@ -268,9 +268,9 @@ class ServedRank:
         await self._over.wait()
 
     async def _end(self) -> None:
-        if not self._session.observe:  # even if sets were refused meanwhile: a reset may be permitted
-            self._worker.request(STOCK)
         try:
+            if not self._session.observe:  # even if sets were refused meanwhile: a reset may be permitted
+                self._worker.request(STOCK)
             await self._opened.give_back(self._close)
         except Exception as error:
             self._log.warning("GPU not closed", reason=str(error) or repr(error))

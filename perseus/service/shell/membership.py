@@ -85,7 +85,14 @@ class FleetMember:
         await self._in_thread(partial(self._rows.join, address, place, page_url))
         self._machine = Membership(self._rows.member_id, self._lease_s, joined_s)
         self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._work())]
+        for task in self._tasks:
+            task.add_done_callback(self._note_end)
         log.info("joined the fleet of this database", member_id=self._rows.member_id, address=address)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """End the membership with a task that has failed: nobody would renew the lease any more."""
+        if not task.cancelled() and (error := task.exception()) is not None and not self.ended.done():
+            self.ended.set_exception(error)
 
     async def leave(self) -> None:
         """Be a member no longer: a slot that is held is free. What is to be stored must be stored."""

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from perseus.retry import Retry
 from perseus.service.solving.worker import Worker, WorkerDiedError
 
 log = structlog.get_logger(__name__)
@@ -27,7 +28,10 @@ log = structlog.get_logger(__name__)
 Answer = TypeVar("Answer")
 
 PERIOD_S = 2.0
-"""How often the cluster's workers are counted, and how long after its loss it is tried again."""
+"""How often the cluster's workers are counted, and how long after its loss it is first tried again."""
+
+MAX_DELAY_S = 30.0
+"""The longest time from one attempt to connect to the next: each that fails doubles it."""
 
 TIMEOUT_S = 30.0
 """A scheduler that answers no later than this is there: Dask's own timeout. Busy machines take over 10 s."""
@@ -72,13 +76,22 @@ class DaskCluster:
 
     async def run(self) -> None:
         """Connect, count workers, and connect again after each loss, until cancelled."""
+        retry = Retry(PERIOD_S, MAX_DELAY_S)
         while True:
             self._lost = asyncio.get_running_loop().create_future()
-            client = self._new_client()
+            try:
+                client = self._new_client()
+            except (
+                Exception
+            ) as error:  # a certificate can't be read, or what Dask is configured with is wrong
+                self._end(f"its client can't start: {_line(error)}")
+                await asyncio.sleep(retry.failed())
+                continue
             try:
                 await _bounded(self._connect(client))
                 while not self._lost.done():
                     await self._count(client)
+                    retry.succeeded()
                     await asyncio.wait({self._lost}, timeout=PERIOD_S)
             except ClusterLostError as error:
                 self._end(str(error))
@@ -86,7 +99,7 @@ class DaskCluster:
                 self._client = None
                 with contextlib.suppress(Exception):
                     await _bounded(client.close(timeout=1), TIMEOUT_S)
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(retry.failed())
 
     async def exchange(self, message: bytes) -> bytes:
         """Return the answer to pickled work, pickled as well, as `Worker.exchange` does.

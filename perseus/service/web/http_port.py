@@ -20,6 +20,7 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from perseus.background import background_task
 from perseus.service.api.refusal_log import RefusalLog
 from perseus.service.web.errors import Handler
 from perseus.tls.files import TlsSource
@@ -151,7 +152,7 @@ class HttpPort:
         """Accept connections until cancelled; then close those that are still in their handshake."""
         loop = asyncio.get_running_loop()
         self._bound.setblocking(False)
-        sweeping = asyncio.create_task(self._sweep())
+        sweeping = background_task("quiet connections", self._sweep())
         try:
             while True:
                 try:

@@ -10,6 +10,7 @@ import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from perseus.background import background_task
 from perseus.service.domain.errors import AddressUnavailableError
 from perseus.service.web.http_port import Connections, HttpPort
 from perseus.tls.address import host_and_port
@@ -59,7 +60,7 @@ async def listening(
             url = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
             _log.info("listening for HTTP", url=url)
             assert runner.server is not None
-            taking = asyncio.create_task(HttpPort(runner.server, bound, tls, connections).run())
+            taking = background_task("HTTP", HttpPort(runner.server, bound, tls, connections).run())
             try:
                 yield url
             finally:

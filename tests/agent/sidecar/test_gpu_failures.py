@@ -1,6 +1,7 @@
 """Failing GPUs, and bugs of ours: no GPU stays at a foreign clock, and the others are served."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
@@ -183,6 +184,8 @@ async def test_a_hanging_driver_affects_only_its_own_gpu(
     short_timeout: float,
 ) -> None:
     hang = threading.Event()
+    lost: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(repr(context)))
     async with serving(settings(tmp_path, coordinator.port)):
         trainer = await trainer_under_plan(tmp_path, coordinator, gpus[0])
         with faults.during(set_clock_mhz=hang, total_energy_j=hang, reset_clock=hang, open=hang, look=hang):
@@ -209,6 +212,8 @@ async def test_a_hanging_driver_affects_only_its_own_gpu(
             hang.set()
         await until(lambda: gpus[0].sm_clock_mhz() == STOCK_MHZ, "stock, at last")
         await until(lambda: not records(tmp_path), "restored")
+    gc.collect()
+    assert lost == []
 
 
 async def test_an_agent_ends_despite_a_hanging_driver_and_reports_the_gpu(

@@ -132,3 +132,16 @@ async def test_a_database_that_fails_at_once_keeps_it_from_joining() -> None:
     with pytest.raises(StoreFailedError, match="it is away"):
         await member.join("a:1", "", "")
     await member.leave()
+
+
+async def test_it_ends_if_its_work_fails_as_nobody_foresaw(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows(Slot(0, "", 4))
+
+    def renew() -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(rows, "renew", renew)
+    member = await joined(rows)
+    with pytest.raises(RuntimeError, match="a bug"):
+        await asyncio.wait_for(asyncio.shield(member.ended), 5)
+    await member.leave()

@@ -298,3 +298,30 @@ async def test_a_pool_gives_a_lost_clusters_work_to_its_processes(policy: Any) -
     assert sorted(await asyncio.gather(*working)) == [0, 1, 2, 3]
     assert (pool.crash_count, pool.failure_count) == (0, 0)
     pool.close()
+
+
+async def test_a_client_that_cannot_start_is_said_in_one_line_and_tried_again_ever_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    delays_s: list[float] = []
+
+    async def sleep(delay_s: float) -> None:
+        delays_s.append(delay_s)
+        if len(delays_s) == 8:
+            raise asyncio.CancelledError
+
+    certificate = str(tmp_path / "missing.pem")
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    names = ("ca-file", "client.cert", "client.key")
+    cluster = DaskCluster("tls://127.0.0.1:1")
+    with (
+        config.set({f"distributed.comm.tls.{name}": certificate for name in names}),
+        structlog.testing.capture_logs() as entries,
+        pytest.raises(asyncio.CancelledError),
+    ):
+        await cluster.run()
+    assert cluster.trouble == "its client can't start: [Errno 2] No such file or directory"
+    (entry,) = entries
+    assert (entry["address"], entry["cause"]) == ("tls://127.0.0.1:1", cluster.trouble)
+    assert delays_s == [2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0]
+    assert cluster.thread_count == 0

@@ -49,7 +49,7 @@ def attach(
 ) -> Attachment:
     """Attach this rank's trainer to the agent of its node. Called by all ranks of the job, before training.
 
-    `max_slowdown_percent`: how much slower than T_min plans may be. `connect` replaces `Probe.connect` in
+    `max_slowdown_percent`: how much slower than stock plans may be. `connect` replaces `Probe.connect` in
     tests and demonstrations.
 
     Raises ValueError if `trainer` is not torchtitan's, trains without a pipeline, or lacks attributes that

@@ -220,7 +220,7 @@ class OperatingPolicy:
     """Where on the frontier a job runs without a straggler: one rule of four.
 
     Attributes:
-        max_slowdown_percent: how much slower than T_min; 0 is no slowdown.
+        max_slowdown_percent: how much slower than stock; 0 is no slowdown.
         deadline: run as slowly as it allows.
         max_average_power_w: run as fast as this cap on a pipeline's average power allows.
         signal: run slower while energy is dirty or expensive, faster while it is not.
@@ -243,7 +243,7 @@ class OperatingPolicy:
             return f"at most {self.max_average_power_w:g} W a pipeline"
         if self.signal is not None:
             return str(self.signal)
-        return f"at most {self.max_slowdown_percent:g} % slower than T_min"
+        return f"at most {self.max_slowdown_percent:g} % slower than stock"
 
     def check(self) -> None:
         """Refuse impossible figures.

@@ -11,7 +11,7 @@ from perseus.service.domain.statement import LedgerTotals, Quantity
 from perseus.service.fleet.ledger import statement
 
 WINDOW_HOURS = 30 * 24
-"""Hours read at a time: the store is busy meanwhile."""
+"""Hours read at a time: listings of the ledger wait meanwhile."""
 
 OPEN_HOURS = 2
 """This hour, and the previous one, whose last records may not be stored yet."""

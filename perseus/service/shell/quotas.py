@@ -68,7 +68,7 @@ class Quotas:
         return self._one_more(principal, "solves at once", self.limits.limit_solves)
 
     def listing(self, principal: str) -> AbstractContextManager[object]:
-        """Count one more ledger listing for the length of a block. Nothing is stored while one is added up.
+        """Count one more ledger listing for the length of a block: one after the other is added up.
 
         Raises:
             LimitReachedError: it would be one too many.

@@ -153,6 +153,7 @@ def test_impossible_rules_are_refused(rule: SignalRule, text: str) -> None:
 
 
 def test_a_rule_describes_itself() -> None:
+    assert str(OperatingPolicy(7.5)) == "at most 7.5 % slower than stock"
     assert str(POLICY) == "least carbon within 10 % more time over 86400 s"
     rule = SignalRule(SignalKind.PRICE, work_until=WorkUntil(1000, 1_800_000_000.0))
     assert str(rule) == "least cost: 1000 iterations until 2027-01-15T08:00:00Z"

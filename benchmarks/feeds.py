@@ -21,6 +21,7 @@ from benchmarks.harness import GPUS_PER_STAGE, Column, Table, main, published_pi
 from perseus.service.domain.inputs import BudgetTargetSet, MaxClockSet
 from perseus.service.domain.job_power import JobPower, PowerCurveBasis
 from perseus.service.domain.power import BudgetRequest, Feed
+from perseus.service.domain.principals import ANYBODY
 from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import BudgetTerms, Parallelism
 from perseus.service.fleet.power.curve import power_points
@@ -197,7 +198,7 @@ async def _measure(
         for feed, drawn_w in _free_w(jobs).items():
             limit_w = LIMIT_PERCENT / 100 * drawn_w
             wanted = BudgetRequest(feed, "r", feed, limit_w, None, None, None, None, "")
-            await power.set_budget(wanted, "operator")
+            await power.set_budget(wanted, ANYBODY)
     tasks = [asyncio.create_task(power.run())]
     tasks += [asyncio.create_task(_read(power)) for _ in range(reader_count)]
     await fleet.is_known.wait()

@@ -25,6 +25,7 @@ from perseus.emulation.physics import A100_SXM
 from perseus.service import server
 from perseus.service.domain.model import JobState, RankFilter, RankState
 from perseus.service.domain.power import DEFAULT_FEED, BudgetRequest
+from perseus.service.domain.principals import ANYBODY
 from perseus.service.job import views
 from perseus.service.job.machine import JobMachine
 from perseus.service.shell.coordinator import Coordinator
@@ -175,10 +176,10 @@ class Ordering:
         power_w = views.power(self.machine.run).power_w
         assert power_w is not None
         wanted = BudgetRequest("b", "r", DEFAULT_FEED, LIMIT_SHARE * power_w, None, None, None, None, "")
-        await self._coordinator.power.set_budget(wanted, "operator")
+        await self._coordinator.power.set_budget(wanted, ANYBODY)
 
     async def cancel_budget(self) -> None:
-        await self._coordinator.power.cancel_budget("b")
+        await self._coordinator.power.cancel_budget("b", ANYBODY)
 
 
 @contextmanager

@@ -87,7 +87,7 @@ class Budget(google.protobuf.message.Message):
     state: Global___BudgetState.ValueType
     """Its state."""
     principal: builtins.str
-    """The principal who set it."""
+    """The principal who set it first, and owns it. Only this one and operators may replace or cancel it."""
     @property
     def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """Its start."""

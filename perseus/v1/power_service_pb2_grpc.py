@@ -67,7 +67,8 @@ class PowerServiceServicer(object):
     """
 
     def SetBudget(self, request, context):
-        """Sets a budget durably; the same budget_id again replaces it. NOT_FOUND if there is no such feed.
+        """Sets a budget durably; the same budget_id again replaces it. NOT_FOUND if there is no such feed,
+        PERMISSION_DENIED if the budget is another principal's and the caller no operator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -81,7 +82,8 @@ class PowerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelBudget(self, request, context):
-        """Ends a budget at once; nothing happens if it has ended. NOT_FOUND if there is none.
+        """Ends a budget at once; nothing happens if it has ended. NOT_FOUND if there is none,
+        PERMISSION_DENIED if it is another principal's and the caller no operator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -157,13 +157,17 @@ class PowerServiceStub(typing.Generic[_PowerServiceSetBudgetType, _PowerServiceL
     ], channel: grpc.aio.Channel) -> None: ...
 
     SetBudget: _PowerServiceSetBudgetType
-    """Sets a budget durably; the same budget_id again replaces it. NOT_FOUND if there is no such feed."""
+    """Sets a budget durably; the same budget_id again replaces it. NOT_FOUND if there is no such feed,
+    PERMISSION_DENIED if the budget is another principal's and the caller no operator.
+    """
 
     ListBudgets: _PowerServiceListBudgetsType
     """Lists all budgets by identifier, in pages, including ended and cancelled ones as long as they are kept."""
 
     CancelBudget: _PowerServiceCancelBudgetType
-    """Ends a budget at once; nothing happens if it has ended. NOT_FOUND if there is none."""
+    """Ends a budget at once; nothing happens if it has ended. NOT_FOUND if there is none,
+    PERMISSION_DENIED if it is another principal's and the caller no operator.
+    """
 
     ListFeeds: _PowerServiceListFeedsType
     """Lists the current state of every feed, by name."""
@@ -205,7 +209,9 @@ class PowerServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.power_service_pb2.SetBudgetRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.power_service_pb2.SetBudgetResponse, collections.abc.Awaitable[perseus.v1.power_service_pb2.SetBudgetResponse]]:
-        """Sets a budget durably; the same budget_id again replaces it. NOT_FOUND if there is no such feed."""
+        """Sets a budget durably; the same budget_id again replaces it. NOT_FOUND if there is no such feed,
+        PERMISSION_DENIED if the budget is another principal's and the caller no operator.
+        """
 
     @abc.abstractmethod
     def ListBudgets(
@@ -221,7 +227,9 @@ class PowerServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.power_service_pb2.CancelBudgetRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.power_service_pb2.CancelBudgetResponse, collections.abc.Awaitable[perseus.v1.power_service_pb2.CancelBudgetResponse]]:
-        """Ends a budget at once; nothing happens if it has ended. NOT_FOUND if there is none."""
+        """Ends a budget at once; nothing happens if it has ended. NOT_FOUND if there is none,
+        PERMISSION_DENIED if it is another principal's and the caller no operator.
+        """
 
     @abc.abstractmethod
     def ListFeeds(

@@ -30,7 +30,7 @@ class PowerService(power_service_pb2_grpc.PowerServiceServicer):
     @mapped
     async def SetBudget(self, request: pb.SetBudgetRequest, context: Context) -> pb.SetBudgetResponse:
         """Set or replace a power budget."""
-        record = await self._power.set_budget(wanted_from_proto(request), caller().name)
+        record = await self._power.set_budget(wanted_from_proto(request), caller())
         return pb.SetBudgetResponse(budget=budget_to_proto(record, self._power.now_s()))
 
     @mapped
@@ -50,7 +50,7 @@ class PowerService(power_service_pb2_grpc.PowerServiceServicer):
     ) -> pb.CancelBudgetResponse:
         """Cancel a power budget."""
         check_budget_id(request.budget_id)
-        record = await self._power.cancel_budget(request.budget_id)
+        record = await self._power.cancel_budget(request.budget_id, caller())
         return pb.CancelBudgetResponse(budget=budget_to_proto(record, self._power.now_s()))
 
     @mapped

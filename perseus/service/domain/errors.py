@@ -469,6 +469,15 @@ class JobOutOfScopeError(ForbiddenError):
     template = "{principal} may not speak for job {job_id!r}"
 
 
+class BudgetOwnerMismatchError(ForbiddenError):
+    """The power budget belongs to another principal."""
+
+    template = (
+        "power budget {budget_id!r} exists and belongs to {owner}, so {principal} may not replace or cancel "
+        "it: use another identifier, or ask an operator"
+    )
+
+
 class OwnerMismatchError(ForbiddenError):
     """The job belongs to another owner."""
 

@@ -7,7 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from perseus.service.domain.bounds import check_ascii, check_range, check_text
-from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.errors import BudgetOwnerMismatchError, InvalidFieldError
+from perseus.service.domain.principals import Principal, Scope
 
 MAX_IDENTIFIER_LENGTH = 128
 MAX_TIME_S = 1e11
@@ -140,7 +141,7 @@ class BudgetRecord:
     Attributes:
         budget: the enforced budget.
         request_id: of the request that set it last; repeating that request changes nothing.
-        principal: who set it.
+        principal: who set it first, and owns it; "" if unknown.
         set_time_s: when, on the wall clock.
         percent: the limit in percent of the feed's reference at that time, if it was given in percent.
         cancel_time_s: when it was cancelled; None if it was not.
@@ -152,6 +153,19 @@ class BudgetRecord:
     set_time_s: float
     percent: float | None = None
     cancel_time_s: float | None = None
+
+    def check_owner(self, principal: Principal) -> None:
+        """Check that a principal may replace or cancel it: its owner or an operator.
+
+        Raises:
+            BudgetOwnerMismatchError: it may not.
+        """
+        if principal.grant.scope is not Scope.OPERATOR and principal.name != self.principal:
+            raise BudgetOwnerMismatchError(
+                budget_id=self.budget.budget_id,
+                owner=self.principal or "an unknown principal",
+                principal=principal.name,
+            )
 
     @property
     def over_time_s(self) -> float | None:

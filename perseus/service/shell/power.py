@@ -43,6 +43,7 @@ from perseus.service.domain.power import (
     check_budget_id,
     percent_of_reference_w,
 )
+from perseus.service.domain.principals import Principal
 from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import check_request_id
 from perseus.service.fleet.power.feeds import Feeds
@@ -154,11 +155,14 @@ class Power:
 
     # ------------------------------------------------------------------ clients' requests
 
-    async def set_budget(self, wanted: BudgetRequest, principal: str) -> BudgetRecord:
+    async def set_budget(self, wanted: BudgetRequest, principal: Principal) -> BudgetRecord:
         """Set or replace a budget, durably; a repeated request changes nothing.
+
+        One that an operator replaces keeps its owner.
 
         Raises:
             InvalidFieldError: the request is invalid.
+            BudgetOwnerMismatchError: the identifier is that of another principal's budget.
             FeedNotFoundError: there is no such feed.
             LimitReachedError: the principal has as many budgets as it may.
             ServedElsewhereError: another coordinator keeps the budgets.
@@ -167,6 +171,8 @@ class Power:
         check_budget_id(wanted.budget_id)
         check_request_id(wanted.request_id)
         known = self._records.get(wanted.budget_id)
+        if known is not None:
+            known.check_owner(principal)
         if known is not None and known.request_id == wanted.request_id:
             await self._writer.flush()  # it may not be stored yet
             return known
@@ -182,33 +188,36 @@ class Power:
             correlation_id=wanted.correlation_id,
             ramp_w_per_s=wanted.ramp_w_per_s,
         )
+        owner = principal.name if known is None else known.principal or principal.name
         others = (
             record
             for budget_id, record in self._records.items()
-            if budget_id != wanted.budget_id and record.principal == principal
+            if budget_id != wanted.budget_id and record.principal == owner
         )
-        self._quotas.check_budgets(principal, sum(not record.is_over(now_s) for record in others))
-        record = BudgetRecord(budget, wanted.request_id, principal, now_s, wanted.percent)
-        await self._put(record, BudgetSet(budget))
+        self._quotas.check_budgets(owner, sum(not record.is_over(now_s) for record in others))
+        record = BudgetRecord(budget, wanted.request_id, owner, now_s, wanted.percent)
+        await self._put(record, BudgetSet(budget), principal)
         return record
 
-    async def cancel_budget(self, budget_id: str) -> BudgetRecord:
+    async def cancel_budget(self, budget_id: str, principal: Principal) -> BudgetRecord:
         """End a budget, durably; do nothing if it is over.
 
         Raises:
             BudgetNotFoundError: there is no such budget.
+            BudgetOwnerMismatchError: it is another principal's.
             ServedElsewhereError: another coordinator keeps the budgets.
         """
         self._of_fleet.check_slot(0)
         record = self._records.get(budget_id)
         if record is None:
             raise BudgetNotFoundError(budget_id=budget_id)
+        record.check_owner(principal)
         now_s = self.now_s()
         if record.is_over(now_s):
             await self._writer.flush()
             return record
         record = replace(record, cancel_time_s=now_s)
-        await self._put(record, BudgetCancelled(budget_id))
+        await self._put(record, BudgetCancelled(budget_id), principal)
         return record
 
     def budgets(self, after_budget_id: str, feed: str = "") -> Iterator[BudgetRecord]:
@@ -301,7 +310,7 @@ class Power:
         if feed not in known:
             raise FeedNotFoundError(feed=feed, expected=", ".join(sorted(known)))
 
-    async def _put(self, record: BudgetRecord, event: Input) -> None:
+    async def _put(self, record: BudgetRecord, event: Input, principal: Principal) -> None:
         """Keep a budget; it takes effect once it is stored."""
         self._records[record.budget.budget_id] = record
         log.info(
@@ -309,7 +318,8 @@ class Power:
             budget_id=record.budget.budget_id,
             feed=record.budget.feed,
             limit_w=record.budget.limit_w,
-            principal=record.principal,
+            principal=principal.name,
+            owner=record.principal,
         )
         await self._writer.later([BudgetEntry(record)], [partial(self._note, event)])
 

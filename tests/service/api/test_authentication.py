@@ -27,8 +27,10 @@ from perseus.tls.channels import Channels
 from perseus.tls.files import TlsFiles
 from perseus.tls.tokens import TokenSource
 from perseus.v1 import agent_service_pb2, info_service_pb2, job_service_pb2, token_service_pb2
+from perseus.v1 import power_service_pb2 as power_pb
 from perseus.v1.agent_service_pb2 import ConnectRequest
 from perseus.v1.info_service_pb2_grpc import InfoServiceStub
+from tests.service.api.test_power_service import Budgets
 from tests.service.grpc_fakes import (
     TIMEOUT_S,
     Client,
@@ -274,6 +276,31 @@ async def test_nobody_takes_over_the_stream_of_another_credential(site: Site) ->
         await agent.send(heartbeat=agent_service_pb2.Heartbeat())
         await agent.until(lambda: any(message.HasField("heartbeat") for message in agent.received))
         agent.call.cancel()
+
+
+async def test_a_budget_is_changed_by_its_owner_or_an_operator_alone(site: Site) -> None:
+    owner, other = await site.new("grid-a", "grid"), await site.new("grid-b", "grid")
+    async with site.as_(owner) as mine, site.as_(other) as theirs, site.as_(site.operator) as operator:
+        first = await Budgets(mine).set("peak", "r1", limit_w=900.0)
+        for call in (
+            Budgets(theirs).set("peak", "r1", limit_w=5e5),  # it repeats the owner's request
+            Budgets(theirs).set("peak", "r2", limit_w=5e5),
+            Budgets(theirs).cancel("peak"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call
+            assert refused.value.code() is PERMISSION_DENIED
+            assert refused.value.details() == (
+                "power budget 'peak' exists and belongs to token grid-a, so token grid-b may not replace or "
+                "cancel it: use another identifier, or ask an operator"
+            )
+        assert list((await Budgets(theirs).listed()).budgets) == [first]
+        assert first.principal == "token grid-a"
+        by_operator = await Budgets(operator).set("peak", "r3", limit_w=800.0)
+        assert (by_operator.limit_w, by_operator.principal) == (800.0, "token grid-a"), "it keeps its owner"
+        assert (await Budgets(mine).set("peak", "r4", limit_w=700.0)).limit_w == 700.0
+        assert (await Budgets(operator).cancel("peak")).state == power_pb.BUDGET_STATE_CANCELLED
+        assert (await refusal(Budgets(theirs).set("peak", "r5")))[1] == "BUDGET_OWNER_MISMATCH"
 
 
 async def test_a_jobs_owner_keeps_it_while_it_runs(site: Site) -> None:

@@ -46,6 +46,7 @@ from perseus.service.domain.power import (
 from perseus.service.domain.principals import Principal
 from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import check_request_id
+from perseus.service.fleet.power.budgets import rising_power_cap_w
 from perseus.service.fleet.power.feeds import Feeds
 from perseus.service.fleet.power.machine import PERIOD_S, FleetMachine
 from perseus.service.fleet.power.messages import (
@@ -103,6 +104,8 @@ class Power:
         self._latest_s = self._ticked_s = 0.0
         # No feed is configured, no budget known, and feeds were never watched.
         self._is_idle = True
+        # The fleet knows no job yet.
+        self._is_beginning = True
         self._records: dict[str, BudgetRecord] = {}
         self._fleet = FleetMachine(feeds.all())
         self._jobs = PoweredJobs(live, feeds)
@@ -121,7 +124,7 @@ class Power:
         """Load the budgets that were accepted, and enforce those that are not over."""
         self._records = await self._load_budgets()
         self._is_idle = not (self._feeds.feeds or self._records)
-        self._begin()
+        self._begin(None)
         await self._drain_inbox()
 
     async def _load_budgets(self) -> dict[str, BudgetRecord]:
@@ -146,9 +149,22 @@ class Power:
             )
         return [BudgetRecord(budget, request_id="", principal="", set_time_s=0.0) for budget in budgets]
 
-    def _begin(self) -> None:
-        """Start from the budgets alone."""
-        self._fleet, self._jobs = FleetMachine(self._feeds.all()), PoweredJobs(self._live, self._feeds)
+    def _risen_caps_w(self) -> dict[str, float]:
+        """Return the power caps of feeds that still rise since budgets were over; infinite for others."""
+        return {
+            name: rising_power_cap_w(
+                [record for record in self._records.values() if record.budget.feed == name],
+                feed,
+                self.now_s(),
+            )
+            for name, feed in self._feeds.all().items()
+        }
+
+    def _begin(self, earlier_caps_w: Mapping[str, float] | None) -> None:
+        """Start from the budgets, and from power caps so far; the next tick adds the jobs."""
+        self._fleet = FleetMachine(self._feeds.all(), earlier_caps_w)
+        self._jobs = PoweredJobs(self._live, self._feeds)
+        self._is_beginning = True
         now_s = self.now_s()
         current = [record.budget for record in self._records.values() if not record.is_over(now_s)]
         self._inbox = [BudgetSet(budget) for budget in current]
@@ -269,7 +285,7 @@ class Power:
         if (now_s := self._clock()) < self._latest_s - STEP_BACK_S:
             log.warning("the wall clock was set back", by_s=round(self._latest_s - now_s, 1))
             self._latest_s = self._ticked_s = now_s
-            self._begin()
+            self._begin(self._fleet.feed_caps_w)
             changed.update(self._live.job_ids)
 
     async def watch(self, name: str = "") -> AsyncIterator[tuple[Feed, FeedStatus]]:
@@ -339,20 +355,20 @@ class Power:
         with self._live.changes() as changed:
             changed.update(self._live.job_ids)
             if not is_woken:
+                self._begin(self._risen_caps_w())
                 self._jobs.begin(self.now_s() + self._live.rules.lease_s)
             while True:
                 self._follow_clock(changed)
                 try:
                     await self._read_shares()
                     # Budgets first, by themselves: a power cap's ramp begins at the present draw of the known
-                    # jobs. After idling no job is known, so the budget waits for the next tick.
-                    if not is_woken:
+                    # jobs. While no job is known, they come with the jobs.
+                    if not self._is_beginning:
                         await self._drain_inbox()
-                    is_woken = False
                     await self._tick(changed)
                 except Exception as error:
                     log.error("the fleet's machine failed, and restarts", exc_info=error)
-                    self._begin()
+                    self._begin(self._fleet.feed_caps_w)
                     changed.update(self._live.job_ids)
                     await asyncio.sleep(PERIOD_S)
                 with suppress(TimeoutError):
@@ -367,7 +383,13 @@ class Power:
         of_jobs = (event for event in found if event is not None)
         totals = self._agents.totals(self._jobs.job_ids)
         shared = () if self._power_shares is None else self._power_shares.shared(self._feeds.all())
-        await self._apply([*shared, *of_jobs, self._jobs.measured(self._since_tick_s(), totals), Tick()])
+        measured = self._jobs.measured(self._since_tick_s(), totals, self.now_s())
+        events = [*shared, *of_jobs, measured]
+        if self._is_beginning:
+            inbox, self._inbox = self._inbox, []
+            await self._apply([*inbox, *events])
+            self._is_beginning, events = False, []
+        await self._apply([*events, Tick()])
         self._jobs.order(self._fleet, self._is_urgent, self.now_s())
         self._is_urgent.clear()
         if self._power_shares is not None:

@@ -626,6 +626,73 @@ async def test_a_fault_of_the_fleets_machine_ends_nothing_and_budgets_still_hold
         assert (await client.job()).state == job_pb2.JOB_STATE_PLANNED
 
 
+RAMP_W_PER_S = 0.01
+"""So slow that a power cap on its way differs from one that has jumped, however long a test takes."""
+
+
+async def power_cap_w(power: Budgets) -> float:
+    """Return a feed's power cap once there is one."""
+
+    async def is_limited() -> bool:
+        return (await power.feed("hall")).HasField("power_cap_w")
+
+    await until(is_limited)
+    return (await power.feed("hall")).power_cap_w
+
+
+@pytest.mark.parametrize("ramp", ["ramp_down_w_per_s", "ramp_up_w_per_s"])
+async def test_a_power_cap_goes_on_ramping_after_a_fault_of_the_fleets_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ramp: str
+) -> None:
+    feeds = {"hall": {"hosts": ["*"], ramp: RAMP_W_PER_S}}
+    async with serving(tmp_path, feeds=feeds) as (client, power), planned(client):
+        if ramp == "ramp_down_w_per_s":
+            await power.set(feed="hall", limit_w=1.0)
+        else:
+            await power.set(feed="hall", limit_w=590.0)  # of the 600 W that its plans may draw
+            assert await power_cap_w(power) == 590.0
+            await power.cancel()
+        before_w = await power_cap_w(power)
+        judge, judged = FleetMachine._judge, []
+
+        def fail_once(self: FleetMachine, now_s: float) -> list[Command]:
+            judged.append(self)
+            if len(judged) == 1:
+                raise ZeroDivisionError("made for the test")
+            return judge(self, now_s)
+
+        monkeypatch.setattr(FleetMachine, "_judge", fail_once)
+
+        async def is_anew() -> bool:
+            return len(judged) > 3 and judged[-1] is not judged[0]
+
+        await until(is_anew)
+        assert await power_cap_w(power) == pytest.approx(before_w, rel=0.05)
+        assert (await power_cap_w(power) - before_w) * (1 if "up" in ramp else -1) >= 0, "on its way"
+
+
+async def test_a_power_cap_goes_on_falling_from_the_present_draw_after_a_restart(tmp_path: Path) -> None:
+    feeds = {"hall": {"hosts": ["*"], "ramp_down_w_per_s": RAMP_W_PER_S}}
+    settings = make_settings(tmp_path, feeds=feeds, lease_s=10 * TIMEOUT_S)
+    async with connected(settings) as client, planned(client) as agent:
+        power = Budgets(client)
+        await power.set(feed="hall", limit_w=1.0)
+        before_w = await power_cap_w(power)
+    async with connected(settings) as client:
+        agent.use(client)
+        await agent.join()
+        await agent.iterate(4)
+        power = Budgets(client)
+
+        async def is_known() -> bool:
+            return (await power.feed("hall")).measured_w > 300.0
+
+        await until(is_known)
+        after_w = await power_cap_w(power)
+        assert 300.0 < after_w <= before_w
+        await agent.end()
+
+
 async def test_watchers_get_the_state_of_feeds_and_their_changes(tmp_path: Path) -> None:
     async with serving(tmp_path, feeds=FEEDS) as (_, power):
         call: Any = power.stub.WatchFeeds(pb.WatchFeedsRequest(), timeout=TIMEOUT_S)

@@ -153,8 +153,16 @@ class FleetMachine:
         statuses: the status of each feed after the last input; empty before the first.
     """
 
-    def __init__(self, feeds: Mapping[str, Feed]) -> None:
-        self._watches = {name: FeedWatch(feed) for name, feed in feeds.items()}
+    def __init__(self, feeds: Mapping[str, Feed], earlier_caps_w: Mapping[str, float] | None = None) -> None:
+        """Begin without jobs and budgets.
+
+        `earlier_caps_w`: the feeds' power caps until now, where one is known, if others kept limits before:
+        what is drawn then becomes known only by and by, and power caps go on from there.
+        """
+        self._watches = {
+            name: FeedWatch(feed, None if earlier_caps_w is None else earlier_caps_w.get(name, math.inf))
+            for name, feed in feeds.items()
+        }
         self._budgets: dict[str, Budget] = {}
         self._jobs: dict[str, _Job] = {}
         self._allocation: Allocation | None = None
@@ -279,6 +287,7 @@ class FleetMachine:
                 others_w=event.others_w.get(name, 0.0),
                 longest_iteration_s=longest_s,
                 unsettled_w=unsettled_w[name],
+                is_whole=event.is_whole,
             )
 
     def _on_feed_shared(self, event: FeedShared, now_s: float) -> None:
@@ -458,6 +467,11 @@ class FleetMachine:
         """Return a feed's present power cap; infinite without a limit."""
         watch = self._watches.get(name)
         return math.inf if watch is None else watch.power_cap_w
+
+    @property
+    def feed_caps_w(self) -> Mapping[str, float]:
+        """The present power caps of whole feeds; infinite without a limit."""
+        return {name: watch.feed_cap_w for name, watch in self._watches.items()}
 
     # --- Feeds that are divided over slots ------------------------------------------------------------------
 

@@ -81,6 +81,10 @@ class FaultyPart(enum.Enum):
     STORING = "storing records"
 
 
+GpuKind = tuple[str, float, *tuple[int, ...]]
+"""A GPU's model, power limit in watts, and workload power profiles."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """A GPU as its agent sees it, with its clocks highest first. A power limit of 0 means unknown.
@@ -93,6 +97,11 @@ class Gpu:
     supported_clocks_mhz: tuple[int, ...]
     power_limit_w: float = 0.0
     power_profiles: tuple[int, ...] = ()
+
+    @property
+    def kind(self) -> GpuKind:
+        """What the time and energy of its work depend on."""
+        return self.model, self.power_limit_w, *self.power_profiles
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from perseus.service.domain.commands import FindProfile
 from perseus.service.domain.errors import JobFinishedError
 from perseus.service.domain.messages import NUMBERS
 from perseus.service.domain.model import (
-    Gpu,
     HoldClocks,
     JobState,
     MaxClock,
@@ -22,7 +21,7 @@ from perseus.service.domain.model import (
 )
 from perseus.service.domain.records import ForgetIterations, IterationRows, ProfiledWork
 from perseus.service.domain.stall import StockReason
-from perseus.service.job.profiling.work_keys import work_keys
+from perseus.service.job.profiling.work_keys import WorkKeys
 from perseus.service.job.ranks.usable_clocks import MIN_CLOCKS, stages_at_stock
 from perseus.service.job.run import Run
 from perseus.service.job.states import NEEDS_ALL_RANKS, check_transition
@@ -36,6 +35,7 @@ class Lifecycle:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._record = run.record
+        self._keys = WorkKeys(run.spec, run.schedule)
         # The work keys that the measurements belong to; empty while there are none.
         self._measured_work: tuple[str, ...] = ()
         # The state and the frontier for which the report and the straggler detection know the offers.
@@ -276,12 +276,7 @@ class Lifecycle:
             run.buffer.do(FindProfile(self._work_keys()))
 
     def _work_keys(self) -> tuple[str, ...]:
-        run = self._run
-        gpus: list[list[Gpu]] = [[] for _ in range(run.spec.parallelism.stage_count)]
-        for rank in run.ranks:
-            if rank.gpu is not None:
-                gpus[rank.coordinates.stage].append(rank.gpu)
-        return work_keys(run.spec, run.schedule, gpus)
+        return self._keys.of(self._run.ranks.gpu_kinds())
 
     def _release_clocks(self) -> None:
         """Hold no clocks while their cost is unknown; the round begins anew once it is known."""

@@ -24,7 +24,7 @@ from perseus.service.job.planning import plan_watch
 from perseus.service.job.planning.drift import BLOCK
 from perseus.service.job.planning.plan_watch import MAX_PREDICTION_VIOLATIONS
 from perseus.service.job.profiling.profiler import HOLD_LIMIT
-from perseus.service.job.profiling.work_keys import work_keys
+from perseus.service.job.profiling.work_keys import WorkKeys
 from perseus.service.job.rules import Rules
 from perseus.service.job.run import Run
 from perseus.v1 import event_pb2, job_pb2
@@ -314,7 +314,7 @@ def test_work_without_a_fingerprint_is_known_by_its_place_in_the_schedule(
 ) -> None:
     def keys(gpu: Gpu, **changes: int) -> tuple[str, ...]:
         spec = make_spec(**changes)  # type: ignore[arg-type]
-        return work_keys(spec, spec.check(), [[gpu, gpu]] * spec.parallelism.stage_count)
+        return WorkKeys(spec, spec.check()).of([{gpu.kind}] * spec.parallelism.stage_count)
 
     first, second = keys(GPU)
     assert first != second
@@ -324,7 +324,7 @@ def test_work_without_a_fingerprint_is_known_by_its_place_in_the_schedule(
 def test_work_with_a_fingerprint_is_known_at_any_place() -> None:
     def keys(*stage_work: str, microbatches: int = 3) -> tuple[str, ...]:
         spec = replace(make_spec(microbatches=microbatches, stages=len(stage_work)), stage_work=stage_work)
-        return work_keys(spec, spec.check(), [[GPU]] * len(stage_work))
+        return WorkKeys(spec, spec.check()).of([{GPU.kind}] * len(stage_work))
 
     first, last = keys("12 layers", "11 layers, head")
     middle = keys("12 layers", "12 layers", "", microbatches=7)

@@ -17,14 +17,16 @@ replacement is urgent, too: the first offer may never have been sent.
 `reconcile` sends offers. It depends on the current state only, not on the history: it sends the current offer
 to every connected rank that neither has its stage's version in force nor was sent this offer. So a rank that
 resumes with the right version gets nothing, and one that returns with another version or fell back to stock
-gets the offer.
+gets the offer. It visits only ranks that have changed, or whose offer has: each pipeline has the set of its
+ranks that lack their stage's version, so no message of one rank costs a pass over the others.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import attrgetter
 
 from perseus.service.domain.commands import SendOffer
 from perseus.service.domain.model import (
@@ -44,6 +46,7 @@ from perseus.service.domain.model import (
 from perseus.service.domain.records import JobRecord, OfferRecord
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.job.command_buffer import CommandBuffer
+from perseus.service.job.ranks.counts import move
 from perseus.service.job.ranks.rank_table import LIVE, RankTable
 from perseus.v1 import event_pb2
 
@@ -56,12 +59,18 @@ MAX_MARGIN = 256
 
 @dataclass(slots=True)
 class _Pipeline:
-    """A pipeline's offer, how often it came too late, and the versions last offered and last in force."""
+    """A pipeline's offer, how often it came too late, and the versions last offered and last in force.
+
+    `stages`: the ranks of each stage. `lacking`: the ranks that don't have their stage's version in force, as
+    of the last `reconcile`.
+    """
 
     offer: PipelineOffer
+    stages: list[list[Coordinates]]
     late_count: int = 0
     offered_version: int = NO_VERSION
     in_force_version: int = NO_VERSION
+    lacking: set[Coordinates] = field(default_factory=set)
 
     @property
     def is_urgent(self) -> bool:
@@ -87,20 +96,22 @@ class OfferBoard:
         self._buffer = buffer
         self._stages = range(parallelism.stage_count)
         nothing = PipelineOffer((NO_VERSION,) * parallelism.stage_count, 0, STOCK)
-        self._pipelines = [_Pipeline(nothing) for _ in range(parallelism.pipeline_count)]
+        self._pipelines = [
+            _Pipeline(nothing, [[] for _ in self._stages]) for _ in range(parallelism.pipeline_count)
+        ]
         # Cached; None after an offer has changed.
         self._all_versions: tuple[int, ...] | None = None
         # How many pipelines have each version.
         self._versions = Counter({NO_VERSION: parallelism.pipeline_count})
         # How many pipelines are planned with each iteration time.
         self._planned_times_s: Counter[float] = Counter()
-        self._by_pipeline: list[list[Coordinates]] = [[] for _ in self._pipelines]
         for rank in ranks:
-            self._by_pipeline[rank.coordinates.pipeline].append(rank.coordinates)
+            place = rank.coordinates
+            self._pipelines[place.pipeline].stages[place.stage].append(place)
         # The (version, start iteration, urgency) sent to each rank on its present stream.
         self._sent: dict[Coordinates, tuple[int, int, bool]] = {}
-        # Pipelines that have changed: `reconcile` visits only these, however large the job is.
-        self._unreconciled: set[int] = set()
+        # By pipeline: the ranks that `reconcile` visits, as they or their offer have changed.
+        self._unreconciled: defaultdict[int, set[Coordinates]] = defaultdict(set)
         self._changed: set[int] = set()
 
     def __getitem__(self, pipeline: int) -> PipelineOffer:
@@ -155,12 +166,17 @@ class OfferBoard:
             pipeline, versions = self._pipelines[stored.pipeline], stored.offer.stage_versions
             self._put(pipeline, replace(stored.offer, is_urgent=is_urgent))
             pipeline.offered_version = stored.offer.version
-            places = self._by_pipeline[stored.pipeline]
-            live = [place for place in places if self._ranks[place].state in LIVE]
+            live = [
+                place for place in chain.from_iterable(pipeline.stages) if self._ranks[place].state in LIVE
+            ]
             for place in live:
                 self._ranks.note_offered(place, versions[place.stage])
             if all(self._ranks[place].in_force_version == versions[place.stage] for place in live):
                 pipeline.in_force_version = stored.offer.version
+        for rank in self._ranks:
+            pipeline = self._pipelines[rank.coordinates.pipeline]
+            if rank.in_force_version != pipeline.offer.stage_versions[rank.coordinates.stage]:
+                pipeline.lacking.add(rank.coordinates)
 
     def of_rank(self, place: Coordinates) -> Offer:
         """Return the latest offer for a rank."""
@@ -200,7 +216,7 @@ class OfferBoard:
     def forget_sent(self, place: Coordinates) -> None:
         """Forget the offer sent to a rank: its stream ended, or it fell back to stock."""
         self._sent.pop(place, None)
-        self._unreconciled.add(place.pipeline)
+        self._unreconciled[place.pipeline].add(place)
 
     def postpone(self, number: int) -> None:
         """Offer a pipeline its clocks again with a later start: the offer came too late for a rank."""
@@ -210,18 +226,19 @@ class OfferBoard:
 
     def reconcile(self) -> None:
         """Send offers to the ranks that need one, and announce versions that are now in force everywhere."""
-        for number in sorted(self._unreconciled | self._ranks.take_changed_pipelines()):
+        for place in self._ranks.take_changed():
+            self._unreconciled[place.pipeline].add(place)
+        for number in sorted(self._unreconciled):
             pipeline = self._pipelines[number]
-            ranks = [self._ranks[place] for place in self._by_pipeline[number]]
-            needing = self._needing(pipeline, ranks)
+            needing = self._needing(number)
             stages = sorted({rank.coordinates.stage for rank in needing})
             if unversioned := [at for at in stages if pipeline.offer.stage_versions[at] == NO_VERSION]:
                 # Unknown clocks are in force there, so stock has to be offered explicitly.
                 self._renew({number: unversioned}, pipeline.offer.clocks, is_urgent=pipeline.offer.is_urgent)
-                needing = self._needing(pipeline, ranks)
+                needing = self._needing(number)
             elif needing and pipeline.offer.start_iteration < self._start_iteration(pipeline):
                 self._restart(number)
-                needing = self._needing(pipeline, ranks)
+                needing = self._needing(number)
             if needing:
                 self._announce_offered(number, pipeline)
             for rank in needing:
@@ -229,7 +246,7 @@ class OfferBoard:
                 self._sent[rank.coordinates] = _identity(offer)
                 self._ranks.note_offered(rank.coordinates, offer.version)
                 self._buffer.do(SendOffer(rank.coordinates, rank.instance_id, offer))
-            self._announce_in_force(number, pipeline, ranks)
+            self._announce_in_force(number, pipeline)
         self._unreconciled.clear()
 
     @property
@@ -251,14 +268,18 @@ class OfferBoard:
             sent = self._sent.get(rank.coordinates)
             assert rank.in_force_version >= FOREIGN_VERSION
             assert rank.offered_version <= own.version
+            number = rank.coordinates.pipeline
+            if rank.coordinates not in self._unreconciled.get(number, ()):
+                is_lacking = rank.coordinates in self._pipelines[number].lacking
+                assert is_lacking == (rank.in_force_version != own.version)
             if rank.state is RankState.CONNECTED:
                 assert rank.in_force_version == own.version or sent == _identity(own)
             else:
                 assert sent is None
-        for number, pipeline in enumerate(self._pipelines):
+        for pipeline in self._pipelines:
             starts = {
                 start
-                for place in self._by_pipeline[number]
+                for place in chain.from_iterable(pipeline.stages)
                 if (sent := self._sent.get(place)) is not None
                 for version, start, _ in [sent]
                 if version == pipeline.offer.stage_versions[place.stage]
@@ -287,15 +308,21 @@ class OfferBoard:
         self._replace(number, replace(pipeline.offer, start_iteration=self._start_iteration(pipeline)))
 
     def _replace(self, number: int, offer: PipelineOffer) -> None:
-        self._put(self._pipelines[number], offer)
-        self._unreconciled.add(number)
+        pipeline = self._pipelines[number]
+        before = pipeline.offer.stage_versions
+        visited = self._unreconciled[number]
+        visited |= pipeline.lacking  # they may have been sent another start iteration
+        for stage, version in enumerate(offer.stage_versions):
+            if version != before[stage]:
+                visited.update(pipeline.stages[stage])
+        self._put(pipeline, offer)
         self._changed.add(number)
         self._buffer.store(OfferRecord(number, offer))
 
     def _put(self, pipeline: _Pipeline, offer: PipelineOffer) -> None:
         before = pipeline.offer
-        _move(self._versions, (before.version,), (offer.version,))
-        _move(self._planned_times_s, _planned_times_s(before), _planned_times_s(offer))
+        move(self._versions, (before.version,), (offer.version,))
+        move(self._planned_times_s, _planned_times_s(before), _planned_times_s(offer))
         pipeline.offer = offer
         self._all_versions = None
 
@@ -305,16 +332,22 @@ class OfferBoard:
             margin = max(margin, 1 + math.ceil(TRANSIT_S / self.iteration_time_s))
         return self._ranks.highest_iteration() + min(MAX_MARGIN, margin << min(pipeline.late_count, 8))
 
-    def _needing(self, pipeline: _Pipeline, ranks: Iterable[Rank]) -> list[Rank]:
+    def _needing(self, number: int) -> list[Rank]:
+        """Return the visited ranks of a pipeline that need its offer, in order, and note which lack it."""
+        pipeline = self._pipelines[number]
         offer = pipeline.offer
         versions, start_iteration, is_urgent = offer.stage_versions, offer.start_iteration, offer.is_urgent
-        return [
-            rank
-            for rank in ranks
-            if rank.state is RankState.CONNECTED
-            and rank.in_force_version != (version := versions[rank.coordinates.stage])
-            and self._sent.get(rank.coordinates) != (version, start_iteration, is_urgent)
-        ]
+        found = []
+        for place in sorted(self._unreconciled[number], key=attrgetter("stage", "tensor")):
+            rank, version = self._ranks[place], versions[place.stage]
+            if rank.in_force_version == version:
+                pipeline.lacking.discard(place)
+                continue
+            pipeline.lacking.add(place)
+            is_sent = self._sent.get(place) == (version, start_iteration, is_urgent)
+            if rank.state is RankState.CONNECTED and not is_sent:
+                found.append(rank)
+        return found
 
     def _announce_offered(self, number: int, pipeline: _Pipeline) -> None:
         offer = pipeline.offer
@@ -327,11 +360,9 @@ class OfferBoard:
                 _details(number, offer),
             )
 
-    def _announce_in_force(self, number: int, pipeline: _Pipeline, ranks: Iterable[Rank]) -> None:
+    def _announce_in_force(self, number: int, pipeline: _Pipeline) -> None:
         offer = pipeline.offer
-        if offer.version != pipeline.in_force_version and all(
-            rank.in_force_version == offer.stage_versions[rank.coordinates.stage] for rank in ranks
-        ):
+        if offer.version != pipeline.in_force_version and not pipeline.lacking:
             pipeline.in_force_version = offer.version
             pipeline.late_count = 0
             self._buffer.announce(
@@ -354,16 +385,6 @@ def _identity(offer: Offer) -> tuple[int, int, bool]:
 def _planned_times_s(offer: PipelineOffer) -> list[float]:
     """Return the predicted iteration time of the offer if it is a plan, else nothing."""
     return [offer.clocks.plan.iteration_time_s] if isinstance(offer.clocks, PlannedClocks) else []
-
-
-def _move(counts: Counter[Any], before: Iterable[Any], after: Iterable[Any]) -> None:
-    """Count values in place of others; a value that is no longer counted is dropped."""
-    for value in after:
-        counts[value] += 1
-    for value in before:
-        counts[value] -= 1
-        if not counts[value]:
-            del counts[value]
 
 
 def _details(number: int, offer: PipelineOffer) -> event_pb2.PipelineClocks:

@@ -1,20 +1,20 @@
 """The ranks of one job: their agents, leases and iterations. Part of the state machine."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import astuple, replace
 
 from perseus.service.domain.errors import InvalidFieldError, RankAlreadyServedError, TelemetryOutdatedError
 from perseus.service.domain.inputs import GpuErrorReported, RankJoined
 from perseus.service.domain.messages import NUMBERS, coordinates_to_proto
-from perseus.service.domain.model import NO_VERSION, Rank, RankFilter, RankState, RefusalReason
+from perseus.service.domain.model import NO_VERSION, GpuKind, Rank, RankFilter, RankState, RefusalReason
 from perseus.service.domain.specification import Coordinates, JobSpec, Parallelism
 from perseus.service.domain.telemetry import ClockStatistics, GpuLimits
 from perseus.service.job.command_buffer import CommandBuffer
-from perseus.service.job.ranks.iteration_counts import IterationCounts
+from perseus.service.job.ranks.counts import IterationCounts, move
 from perseus.service.job.ranks.leases import Leases
 from perseus.service.job.ranks.missing import MissingRanks
-from perseus.service.job.ranks.usable_clocks import UsableClocks, usable_clocks_mhz
+from perseus.service.job.ranks.usable_clocks import ClockCounts, UsableClocks
 from perseus.v1 import event_pb2
 
 _MAX_GPU_ERRORS = 1024
@@ -48,8 +48,12 @@ class RankTable:
         self._iterations = IterationCounts()
         # Telemetry up to this sequence is of an earlier trainer. Not stored: every stream reports it anew.
         self._after_sequence: dict[Coordinates, int] = {}
-        self._changed_pipelines: set[int] = set()
-        self._usable_clocks_mhz: UsableClocks | None = None
+        self._changed: set[Coordinates] = set()
+        self._capped: set[Coordinates] = set()
+        self._clocks = ClockCounts(spec.parallelism.stage_count)
+        # By stage: how many of its GPUs are of each kind; and these kinds, None after they have changed.
+        self._gpus: list[Counter[GpuKind]] = [Counter() for _ in range(spec.parallelism.stage_count)]
+        self._gpu_kinds: tuple[frozenset[GpuKind], ...] | None = None
         # The latest announced ones, oldest first.
         self._gpu_errors: dict[GpuErrorReported, None] = {}
 
@@ -108,9 +112,13 @@ class RankTable:
 
     def usable_clocks_mhz(self) -> UsableClocks:
         """Return the usable clocks of each stage."""
-        if self._usable_clocks_mhz is None:
-            self._usable_clocks_mhz = usable_clocks_mhz(self, self._spec.parallelism.stage_count)
-        return self._usable_clocks_mhz
+        return self._clocks.usable_mhz()
+
+    def gpu_kinds(self) -> tuple[frozenset[GpuKind], ...]:
+        """Return the kinds of each stage's known GPUs; the same object until they change."""
+        if self._gpu_kinds is None:
+            self._gpu_kinds = tuple(frozenset(counts) for counts in self._gpus)
+        return self._gpu_kinds
 
     def refuse_clocks(self, place: Coordinates, clocks_mhz: Iterable[int]) -> str:
         """Record the clocks that a rank does not have; return that as part of a sentence."""
@@ -125,9 +133,9 @@ class RankTable:
 
     def lift_caps(self) -> bool:
         """Assume that ranks reach all clocks again; return whether any was capped."""
-        capped = [rank for rank in self if rank.capped_clock_mhz]
-        for rank in capped:
-            self.change(replace(rank, capped_clock_mhz=0))
+        capped = sorted(self._capped, key=astuple)
+        for place in capped:
+            self.change(replace(self._ranks[place], capped_clock_mhz=0))
         return bool(capped)
 
     def note_limits(self, place: Coordinates, limits: GpuLimits) -> bool:
@@ -299,14 +307,7 @@ class RankTable:
         if rank == before:
             return
         self._put(rank)
-        if (rank.gpu, rank.refused_clocks_mhz, rank.is_stock_only, rank.capped_clock_mhz) != (
-            before.gpu,
-            before.refused_clocks_mhz,
-            before.is_stock_only,
-            before.capped_clock_mhz,
-        ):
-            self._usable_clocks_mhz = None
-        self._changed_pipelines.add(rank.coordinates.pipeline)
+        self._changed.add(rank.coordinates)
         self._buffer.store(rank)
         if why is not None:
             self._buffer.announce(
@@ -342,10 +343,17 @@ class RankTable:
                 self._leases.end(before.instance_id)
         if is_live:
             self._live.setdefault(rank.instance_id, set()).add(place)
+        if rank.capped_clock_mhz != before.capped_clock_mhz:
+            (self._capped.add if rank.capped_clock_mhz else self._capped.discard)(place)
+        self._clocks.move(before, rank)
+        if before.gpu is not rank.gpu:
+            kinds = ([] if gpu is None else [gpu.kind] for gpu in (before.gpu, rank.gpu))
+            if move(self._gpus[place.stage], *kinds):
+                self._gpu_kinds = None
 
-    def take_changed_pipelines(self) -> set[int]:
-        """Return the pipelines with a rank that has changed since the last call."""
-        changed, self._changed_pipelines = self._changed_pipelines, set()
+    def take_changed(self) -> Collection[Coordinates]:
+        """Return the ranks that have changed since the last call."""
+        changed, self._changed = self._changed, set()
         return changed
 
     def validate(self) -> None:
@@ -356,6 +364,12 @@ class RankTable:
         assert len(self._leases) == len(self._live)
         assert self.highest_iteration() == max((rank.iteration for rank in live), default=-1)
         self._leases.validate()
+        counted = RankTable(self._spec, 0.0, self._buffer)
+        for rank in self:
+            counted._put(rank)
+        assert self.usable_clocks_mhz() == counted.usable_clocks_mhz()
+        assert self.gpu_kinds() == counted.gpu_kinds()
+        assert self._capped == {rank.coordinates for rank in self if rank.capped_clock_mhz}
         absent = [
             rank.coordinates for rank in self if rank.state not in (RankState.CONNECTED, RankState.FINISHED)
         ]

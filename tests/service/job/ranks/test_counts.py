@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.service.job.ranks.iteration_counts import IterationCounts
+from perseus.service.job.ranks.counts import IterationCounts
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.one_of(st.none(), st.integers(-1, 6))), max_size=60))

@@ -8,7 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -405,6 +405,13 @@ class TelemetryBatch(NamedTuple):
                 )
         return is_plain
 
+    def until(self, iteration: int) -> "TelemetryBatch":
+        """Return the batch without rows of later iterations."""
+        return self._replace(
+            iterations=IterationColumns(*_rows_until(self.iterations, iteration)),
+            computations=ComputationColumns(*_rows_until(self.computations, iteration)),
+        )
+
 
 class Order:
     """A rank's computations in an iteration, prepared for comparison with columns.
@@ -494,6 +501,11 @@ class Order:
         row = next(row for row, (one, expected) in enumerate(zip(found, own, strict=True)) if one != expected)
         kind, microbatch, chunk = found[row]
         return f"{KINDS[kind].value} of microbatch {microbatch}, chunk {chunk} as computation {row} of them"
+
+
+def _rows_until(columns: IterationColumns | ComputationColumns, iteration: int) -> Iterator[list[Any]]:
+    rows = [row for row, number in enumerate(columns.iteration) if number <= iteration]
+    return ([column[row] for row in rows] if column else [] for column in columns)
 
 
 def _is_work(value: float) -> bool:

@@ -4,22 +4,31 @@ It determines the stragglers, whether predictions hold, the clocks that GPUs do 
 work is still the measured one. `MaxClockEnforcer` decides which iterations are comparable.
 """
 
+import math
 from collections.abc import Collection, Sequence
 
 from perseus.service.domain.commands import ReportIteration
+from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.messages import coordinates_to_proto
 from perseus.service.domain.model import HoldClocks, JobState
 from perseus.service.domain.records import IterationRows
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.stall import StockReason
-from perseus.service.domain.telemetry import IterationColumns
+from perseus.service.domain.telemetry import IterationColumns, TelemetryBatch
 from perseus.service.job.lifecycle import Lifecycle
 from perseus.service.job.planning.caps import Cap
 from perseus.service.job.planning.drift import changed_work
+from perseus.service.job.ranks.rank_table import AHEAD_LIMIT
 from perseus.service.job.run import Run
 from perseus.service.job.stragglers.registry import NOTHING_JUDGED
 from perseus.v1 import event_pb2
+
+_UNHEARD_COUNT = 10_000
+"""Iterations that all ranks may be ahead of their reports, which come late after a pause."""
+
+_FASTER = 2.0
+"""Iterations may get this much faster at once."""
 
 
 class IterationJudge:
@@ -28,6 +37,36 @@ class IterationJudge:
     def __init__(self, run: Run, lifecycle: Lifecycle) -> None:
         self._run = run
         self._lifecycle = lifecycle
+        # When the latest iteration of the whole job was complete.
+        self._complete_s = run.now_s
+
+    def check_far(self, batch: TelemetryBatch) -> TelemetryBatch:
+        """Check a rank's batch with iterations where it can't be beside the others' reports.
+
+        These may be late, so the batch is refused only if the others can't have come so far either. Return
+        what there is place for without closing their iterations.
+
+        Raises:
+            InvalidFieldError: it is refused.
+        """
+        run = self._run
+        plausible, last_open = run.ranks.plausible_iteration(), run.log.last_open
+        if plausible >= 0:
+            self._check_possible(batch.iterations, plausible)
+        return batch if last_open is None else batch.until(max(plausible, last_open))
+
+    def _check_possible(self, rows: IterationColumns, plausible: int) -> None:
+        run = self._run
+        shortest_s = min(*rows.duration_s, run.log.iteration_time_s or math.inf)
+        possible = plausible + _UNHEARD_COUNT + int(_FASTER * (run.now_s - self._complete_s) / shortest_s)
+        for row, number in enumerate(rows.iteration):
+            if number > possible:
+                raise InvalidFieldError(
+                    field=f"iterations.iteration[{row}]",
+                    expected=f"at most {possible}, as most ranks of the job have reached "
+                    f"{plausible - AHEAD_LIMIT}",
+                    found=number,
+                )
 
     def take_iterations(self, rank: Coordinates, rows: IterationColumns) -> bool:
         """Take the iterations that a rank reports, and judge the iterations of the job that they complete.
@@ -38,13 +77,15 @@ class IterationJudge:
         run.progress.take_rows(rank, rows)
         run.caps.take(rank, rows)
         last = run.log.periods[-1] if run.log.periods else None
-        summaries, complete = run.log.add(rank, rows, run.wall_time_s)
+        summaries, complete = run.log.add(rank, rows, run.wall_time_s, run.ranks.plausible_through)
         for summary in summaries:
             run.timelines.finish(summary)
             run.buffer.do(ReportIteration(summary))
         run.buffer.store(IterationRows(rank, rows, run.log.closed_through))
         if not complete:
             return False
+        self._complete_s = run.now_s
+        run.offers.try_again()
         for period in run.log.periods:
             if last is None or (period.number >= last.number and period != last):
                 run.buffer.store(period)

@@ -51,7 +51,7 @@ class Lifecycle:
         self._label_versions()
         for rows in open_rows:
             # They complete no iteration, or it would have been stored as complete: the time does not matter.
-            run.log.add(rows.rank, rows.rows, run.create_time_s)
+            run.log.add(rows.rank, rows.rows, run.create_time_s, run.ranks.plausible_through)
         if self._record.is_profile_complete and state not in (JobState.STOCK, JobState.FINISHED):
             self.solve()
         if self._record.state is JobState.PROFILING:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from perseus.service.domain.bounds import MAX_COUNT
 from perseus.service.domain.figures import Totals
 from perseus.service.domain.measured import MAX_PERIODS, JobIteration, Period, Saving, saving
 from perseus.service.domain.model import (
@@ -30,7 +31,10 @@ from perseus.service.domain.telemetry import IterationColumns
 from perseus.v1 import job_pb2
 
 OPEN_LIMIT = 256
-"""Incomplete iterations kept; older ones will never be complete, because an agent dropped their rows."""
+"""Incomplete iterations kept; older ones will never be complete, because an agent dropped their rows.
+
+But those beyond what is plausible make way first, or one rank's mistake would close all real ones.
+"""
 
 _LABEL_LIMIT = 64
 
@@ -174,10 +178,15 @@ class IterationLog:
     def _of(self, is_meant: NDArray[np.bool_]) -> list[Coordinates]:
         return [rank for rank, index in self._index.items() if is_meant[index]]
 
+    @property
+    def last_open(self) -> int | None:
+        """The last iteration that finds place while `OPEN_LIMIT` are open; None while fewer are."""
+        return max(self._open) if len(self._open) >= OPEN_LIMIT else None
+
     def add(
-        self, rank: Coordinates, rows: IterationColumns, wall_time_s: float
+        self, rank: Coordinates, rows: IterationColumns, wall_time_s: float, plausible: int = MAX_COUNT
     ) -> tuple[list[job_pb2.IterationSummary], list[JobIteration]]:
-        """Take one rank's rows, reported at this time.
+        """Take one rank's rows, reported at this time. `plausible`: no rank can be farther; -1 if unknown.
 
         Returns the iterations of pipelines, and of the job, that they complete.
         """
@@ -192,7 +201,7 @@ class IterationLog:
             iteration = numbers[row]
             if iteration <= self.closed_through:
                 continue
-            entry = self._open_entry(iteration)
+            entry = self._open_entry(iteration, plausible)
             if entry.is_seen[index]:
                 continue
             entry.is_seen[index] = True
@@ -238,7 +247,7 @@ class IterationLog:
         rows = zip(self._latest.energy_j[own], self._latest.duration_s[own], strict=True)
         return [energy_j / duration_s if energy_j else None for energy_j, duration_s in rows]
 
-    def _open_entry(self, iteration: int) -> _Open:
+    def _open_entry(self, iteration: int, plausible: int) -> _Open:
         entry = self._open.get(iteration)
         if entry is None:
             count = len(self._index)
@@ -255,7 +264,11 @@ class IterationLog:
                 [0.0] * count,
             )
             if len(self._open) > OPEN_LIMIT:
-                self._close_through(min(self._open))
+                newest = max(self._open)
+                if newest > plausible:
+                    del self._open[newest]
+                else:
+                    self._close_through(min(self._open))
         return entry
 
     def _close_through(self, iteration: int) -> None:

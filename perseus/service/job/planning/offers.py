@@ -110,6 +110,8 @@ class OfferBoard:
             self._pipelines[place.pipeline].stages[place.stage].append(place)
         # The (version, start iteration, urgency) sent to each rank on its present stream.
         self._sent: dict[Coordinates, tuple[int, int, bool]] = {}
+        # Ranks that refused an offer at an iteration that is not plausible.
+        self._ahead: set[Coordinates] = set()
         # By pipeline: the ranks that `reconcile` visits, as they or their offer have changed.
         self._unreconciled: defaultdict[int, set[Coordinates]] = defaultdict(set)
         self._changed: set[int] = set()
@@ -218,11 +220,22 @@ class OfferBoard:
         self._sent.pop(place, None)
         self._unreconciled[place.pipeline].add(place)
 
-    def postpone(self, number: int) -> None:
-        """Offer a pipeline its clocks again with a later start: the offer came too late for a rank."""
-        pipeline = self._pipelines[number]
-        pipeline.late_count += 1
-        self._restart(number)
+    def postpone(self, place: Coordinates, iteration: int) -> None:
+        """Offer a rank's pipeline its clocks again with a later start: at this iteration it came too late.
+
+        If the rank can't be there beside the others, it has to wait for them (`try_again`).
+        """
+        if iteration > self._ranks.highest_iteration():
+            self._ahead.add(place)
+            return
+        self._pipelines[place.pipeline].late_count += 1
+        self._restart(place.pipeline)
+
+    def try_again(self) -> None:
+        """Offer their clocks again to ranks that were ahead, as all ranks have reported an iteration."""
+        for place in self._ahead:
+            self.forget_sent(place)
+        self._ahead.clear()
 
     def reconcile(self) -> None:
         """Send offers to the ranks that need one, and announce versions that are now in force everywhere."""

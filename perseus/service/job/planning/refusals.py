@@ -38,7 +38,7 @@ class Refusals:
             return None  # It refuses an earlier start of this version; the answer to the newer is on its way.
         self._announce(event, offer)
         if is_late:
-            self._offers.postpone(event.rank.pipeline)
+            self._offers.postpone(event.rank, event.iteration)
             return None
         if event.refusal is RefusalReason.UNKNOWN_RANK:
             return None

@@ -34,14 +34,18 @@ class IterationCounts:
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
 
-    def add(self, iteration: int) -> None:
-        """Add a rank at an iteration."""
-        move(self._counts, (), (iteration,))
+    def move(self, before: Iterable[int], after: Iterable[int]) -> None:
+        """Count a rank at an iteration in place of another; either may be missing."""
+        move(self._counts, before, after)
 
-    def remove(self, iteration: int) -> None:
-        """Remove a rank from an iteration."""
-        move(self._counts, (iteration,), ())
+    def reached_by(self, rank_count: int) -> int:
+        """Return the highest iteration that this many ranks have reached, -1 if fewer ranks have begun."""
+        for iteration in sorted(self._counts, reverse=True):
+            rank_count -= self._counts[iteration]
+            if rank_count <= 0:
+                return iteration
+        return -1
 
-    def highest(self) -> int:
-        """Return the highest iteration of any rank, -1 if there is none."""
-        return max(self._counts, default=-1)
+    def highest(self, limit: int) -> int:
+        """Return the highest iteration of any rank up to a limit, -1 if there is none."""
+        return max((iteration for iteration in self._counts if iteration <= limit), default=-1)

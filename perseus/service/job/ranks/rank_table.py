@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import astuple, replace
 
+from perseus.service.domain.bounds import MAX_COUNT
 from perseus.service.domain.errors import InvalidFieldError, RankAlreadyServedError, TelemetryOutdatedError
 from perseus.service.domain.inputs import GpuErrorReported, RankJoined
 from perseus.service.domain.messages import NUMBERS, coordinates_to_proto
@@ -23,6 +24,9 @@ _MAX_GPU_ERRORS = 1024
 _SAME_POWER_W = 1.0
 """Power limits that differ by less are the same."""
 
+AHEAD_LIMIT = 128
+"""Iterations that a rank may be ahead of most others. They end iterations together, but may report late."""
+
 LIVE = (RankState.CONNECTED, RankState.DISCONNECTED)
 
 
@@ -33,6 +37,7 @@ class RankTable:
         counts: how many ranks are in each state.
         missing: the ranks that are not connected and have not finished.
         placement_count: how often a rank joined from another host, or with another GPU, than before.
+        plausible_through: `plausible_iteration` as last computed; it only rises until ranks come or go.
     """
 
     def __init__(self, spec: JobSpec, lease_s: float, buffer: CommandBuffer, now_s: float = 0.0) -> None:
@@ -45,7 +50,9 @@ class RankTable:
         self._leases = Leases(lease_s)
         self.placement_count = 0
         self._live: dict[str, set[Coordinates]] = {}
+        # Of connected ranks.
         self._iterations = IterationCounts()
+        self.plausible_through = -1
         # Telemetry up to this sequence is of an earlier trainer. Not stored: every stream reports it anew.
         self._after_sequence: dict[Coordinates, int] = {}
         self._changed: set[Coordinates] = set()
@@ -95,8 +102,22 @@ class RankTable:
         return [rank for place in places if (rank := self._ranks[place]).state in states]
 
     def highest_iteration(self) -> int:
-        """Return the highest iteration that a live rank reported, -1 if none."""
-        return self._iterations.highest()
+        """Return the highest plausible iteration that a connected rank reported, -1 if none."""
+        plausible = self.plausible_iteration()
+        return self._iterations.highest(MAX_COUNT if plausible < 0 else plausible)
+
+    def plausible_iteration(self) -> int:
+        """Return the highest iteration where a rank can be beside the others.
+
+        It is -1 until more than half of the ranks are connected and have begun: the first can be anywhere.
+        """
+        reached = self._iterations.reached_by(len(self) // 2 + 1)
+        self.plausible_through = -1 if reached < 0 else reached + AHEAD_LIMIT
+        return self.plausible_through
+
+    def is_plausible(self, iteration: int) -> bool:
+        """Tell whether a rank can be at an iteration; False if that is unknown."""
+        return iteration <= self.plausible_through or iteration <= self.plausible_iteration()
 
     def next_deadline_s(self) -> float | None:
         """Return when the next lease runs out; None if there is none."""
@@ -266,9 +287,8 @@ class RankTable:
         rank = self._ranks[place]
         if iteration > rank.iteration:
             self._ranks[place] = rank.at(iteration, clock_event_reasons)
-            if rank.state in LIVE:
-                self._iterations.remove(rank.iteration)
-                self._iterations.add(iteration)
+            if rank.state is RankState.CONNECTED:
+                self._iterations.move((rank.iteration,), (iteration,))
 
     def note_offered(self, place: Coordinates, version: int) -> None:
         """Record the version offered to a rank.
@@ -331,10 +351,12 @@ class RankTable:
             self.counts[before.state] -= 1
             self.counts[rank.state] += 1
         was_live, is_live = before.state in LIVE, rank.state in LIVE
-        if was_live and not (is_live and before.iteration == rank.iteration):
-            self._iterations.remove(before.iteration)
-        if is_live and not (was_live and before.iteration == rank.iteration):
-            self._iterations.add(rank.iteration)
+        was_at, is_at = (
+            (each.iteration,) if each.state is RankState.CONNECTED else () for each in (before, rank)
+        )
+        if was_at != is_at:
+            self._iterations.move(was_at, is_at)
+            self.plausible_through = -1
         if was_live and not (is_live and before.instance_id == rank.instance_id):
             served = self._live[before.instance_id]
             served.discard(place)
@@ -362,7 +384,12 @@ class RankTable:
         live = [rank for rank in self if rank.state in LIVE]
         assert sum(map(len, self._live.values())) == len(live)
         assert len(self._leases) == len(self._live)
-        assert self.highest_iteration() == max((rank.iteration for rank in live), default=-1)
+        at = sorted((rank.iteration for rank in live if rank.state is RankState.CONNECTED), reverse=True)
+        reached = at[len(self) // 2] if len(at) > len(self) // 2 else -1
+        known = self.plausible_through
+        assert known <= self.plausible_iteration() == (-1 if reached < 0 else reached + AHEAD_LIMIT)
+        believed = [iteration for iteration in at if reached < 0 or iteration <= reached + AHEAD_LIMIT]
+        assert self.highest_iteration() == max(believed, default=-1)
         self._leases.validate()
         counted = RankTable(self._spec, 0.0, self._buffer)
         for rank in self:

@@ -27,7 +27,7 @@ from perseus.service.domain.telemetry import KINDS, ComputationColumns, FloatCol
 from perseus.solver import Computation, Kind, Schedule
 
 _OPEN_LIMIT = 4
-"""Maximum number of incomplete iterations; the oldest makes way."""
+"""Maximum number of incomplete iterations; the newest makes way, as a single rank may be ahead by mistake."""
 
 _VERSION_LIMIT = 64
 """Number of versions whose plans are kept: an iteration is judged by the plan that it ran under."""
@@ -253,7 +253,7 @@ class SpanCollector:
                 [{} for _ in self._stages],
             )
             if len(self._open) > _OPEN_LIMIT:
-                del self._open[min(self._open)]
+                del self._open[max(self._open)]
         return entry
 
     def _slowness(

@@ -131,7 +131,7 @@ def test_a_late_offer_is_postponed_for_the_ranks_without_it() -> None:
     bench.board.set_desired([0], newer)
     bench.reconcile()
     bench.follow(FIRST)
-    bench.board.postpone(0)
+    bench.board.postpone(SECOND, 7)
     assert bench.reconcile() == [SendOffer(SECOND, "agent", Offer(2, 11, newer))]
 
 

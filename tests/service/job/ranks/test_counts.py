@@ -11,8 +11,13 @@ def test_the_highest_is_that_of_the_present_ranks(moves: list[tuple[int, int | N
     counts, at = IterationCounts(), dict[int, int]()
     for rank, iteration in moves:
         if rank in at:
-            counts.remove(at.pop(rank))
+            counts.move((at.pop(rank),), ())
         if iteration is not None:
-            counts.add(iteration)
+            counts.move((), (iteration,))
             at[rank] = iteration
-        assert counts.highest() == max(at.values(), default=-1)
+        assert counts.highest(9) == max(at.values(), default=-1)
+        assert counts.highest(3) == max((each for each in at.values() if each <= 3), default=-1)
+        falling = sorted(at.values(), reverse=True)
+        for rank_count in range(1, 6):
+            expected = falling[rank_count - 1] if rank_count <= len(falling) else -1
+            assert counts.reached_by(rank_count) == expected

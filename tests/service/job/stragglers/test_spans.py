@@ -254,9 +254,11 @@ def test_a_few_iterations_may_be_open_at_a_time() -> None:
     some = collector()
     for iteration in range(6):
         some.add(Coordinates(0, 0, 0), batch(order_rows(0), iteration))
-    assert some.take(0, (0, 0)) is None, "the oldest made way"
-    assert some.take(5, (0, 0)) is not None
-    assert some.take(4, (0, 0)) is None, "a later one was taken"
+    assert some.take(5, (0, 0)) is None, "the newest made way"
+    for iteration in range(6):
+        some.add(Coordinates(0, 0, 0), batch(order_rows(0), iteration))
+    assert some.take(3, (0, 0)) is not None
+    assert some.take(2, (0, 0)) is None, "a later one was taken"
     some.add(Coordinates(0, 0, 0), batch(order_rows(0), 6))
     some.restart()
     assert some.take(6, (0, 0)) is None

@@ -206,7 +206,8 @@ class JobMachine:
         Returns the resulting commands, records first.
 
         Raises:
-            InvalidInputError: the input does not fit the job; nothing has changed.
+            InvalidInputError: the input does not fit the job; nothing has changed, except where the rank
+                claims to be.
             JobFinishedError, JobNotSolvedError, RankAlreadyServedError, SpecMismatchError: it is refused;
                 nothing has changed.
         """
@@ -345,18 +346,17 @@ class JobMachine:
         assert gpu is not None
         batch.check_clocks(gpu.supported_clocks_mhz)
         is_plain = batch.check_order(order)
-        numbers = batch.iterations.iteration
-        if numbers and not self.run.ranks.is_plausible(max(numbers)):
-            batch = self._judge.check_far(batch)
-            is_plain = is_plain and bool(batch.iterations.iteration)
+        if numbers := batch.iterations.iteration:
+            # Even if it is refused: once most ranks claim to be there, they are.
+            self.run.ranks.note_iteration(place, max(numbers), batch.iterations.clock_event_reasons[-1])
+            if not self.run.ranks.is_plausible(max(numbers)):
+                batch = self._judge.check_far(batch)
+                is_plain = is_plain and bool(batch.iterations.iteration)
         has_effect = False
         if batch.gpu_limits is not None and self.run.ranks.note_limits(place, batch.gpu_limits):
             has_effect = True
             self._lifecycle.check_work(f"{place} has a GPU under other limits")
         self.run.stragglers.take_telemetry(place, batch, is_plain=is_plain)
-        if numbers:
-            reasons = event.batch.iterations.clock_event_reasons[-1]
-            self.run.ranks.note_iteration(place, max(numbers), reasons)
         if batch.iterations.iteration:
             has_effect |= self._judge.take_iterations(place, batch.iterations)
         if (computations := batch.computations).begin_s:

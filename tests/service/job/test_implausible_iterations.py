@@ -114,6 +114,25 @@ def test_a_rank_that_refuses_every_start_is_offered_its_clocks_once_an_iteration
     assert cluster.machine.run.offers.of_rank(FIRST).start_iteration > rank.iteration
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 2)])
+def test_the_whole_job_may_jump(shape: tuple[int, int]) -> None:
+    """Half of the ranks are refused once; then most are there."""
+    training = Training(*shape, first=0, iteration_s=1.0, kept=64)
+    run_on(training, 3)
+    training.iteration += FAR
+    refused_count = 0
+    training.advance(1, 1.0)
+    for index in range(len(training.trainers)):
+        try:
+            training.report(index, 1)
+        except InvalidFieldError:
+            refused_count += 1
+    assert refused_count <= len(training.trainers) // 2 + 1
+    before = complete_count(training.cluster)
+    run_on(training, 5)
+    assert complete_count(training.cluster) == before + 5
+
+
 # ---------------------------------------------------------------------- what happens in honest trainings
 
 

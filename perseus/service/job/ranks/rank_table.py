@@ -50,8 +50,9 @@ class RankTable:
         self._leases = Leases(lease_s)
         self.placement_count = 0
         self._live: dict[str, set[Coordinates]] = {}
-        # Of connected ranks.
+        # Of connected ranks; and the highest plausible of them, None after they have changed.
         self._iterations = IterationCounts()
+        self._highest_iteration: int | None = None
         self.plausible_through = -1
         # Telemetry up to this sequence is of an earlier trainer. Not stored: every stream reports it anew.
         self._after_sequence: dict[Coordinates, int] = {}
@@ -103,15 +104,18 @@ class RankTable:
 
     def highest_iteration(self) -> int:
         """Return the highest plausible iteration that a connected rank reported, -1 if none."""
-        plausible = self.plausible_iteration()
-        return self._iterations.highest(MAX_COUNT if plausible < 0 else plausible)
+        if self._highest_iteration is None:
+            plausible = self.plausible_iteration()
+            self._highest_iteration = self._iterations.highest(MAX_COUNT if plausible < 0 else plausible)
+        return self._highest_iteration
 
     def plausible_iteration(self) -> int:
         """Return the highest iteration where a rank can be beside the others.
 
-        It is -1 until more than half of the ranks are connected and have begun: the first can be anywhere.
+        It is -1 until more than half of the ranks are connected and have begun: the first can be anywhere,
+        and so can one that has no others.
         """
-        reached = self._iterations.reached_by(len(self) // 2 + 1)
+        reached = self._iterations.reached_by(len(self) // 2 + 1) if len(self) > 1 else -1
         self.plausible_through = -1 if reached < 0 else reached + AHEAD_LIMIT
         return self.plausible_through
 
@@ -289,6 +293,7 @@ class RankTable:
             self._ranks[place] = rank.at(iteration, clock_event_reasons)
             if rank.state is RankState.CONNECTED:
                 self._iterations.move((rank.iteration,), (iteration,))
+                self._highest_iteration = None
 
     def note_offered(self, place: Coordinates, version: int) -> None:
         """Record the version offered to a rank.
@@ -356,7 +361,7 @@ class RankTable:
         )
         if was_at != is_at:
             self._iterations.move(was_at, is_at)
-            self.plausible_through = -1
+            self.plausible_through, self._highest_iteration = -1, None
         if was_live and not (is_live and before.instance_id == rank.instance_id):
             served = self._live[before.instance_id]
             served.discard(place)
@@ -385,7 +390,7 @@ class RankTable:
         assert sum(map(len, self._live.values())) == len(live)
         assert len(self._leases) == len(self._live)
         at = sorted((rank.iteration for rank in live if rank.state is RankState.CONNECTED), reverse=True)
-        reached = at[len(self) // 2] if len(at) > len(self) // 2 else -1
+        reached = at[len(self) // 2] if len(at) > len(self) // 2 > 0 else -1
         known = self.plausible_through
         assert known <= self.plausible_iteration() == (-1 if reached < 0 else reached + AHEAD_LIMIT)
         believed = [iteration for iteration in at if reached < 0 or iteration <= reached + AHEAD_LIMIT]

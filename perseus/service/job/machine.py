@@ -289,7 +289,9 @@ class JobMachine:
                 spec_fingerprint=event.spec_fingerprint,
             )
         rank = self.run.ranks[event.rank]
-        if rank.instance_id == event.instance_id and rank.state in LIVE and event.iteration < rank.iteration:
+        was_plausible = not 0 <= self.run.ranks.plausible_iteration() < rank.iteration
+        is_back = was_plausible and event.iteration < rank.iteration
+        if rank.instance_id == event.instance_id and rank.state in LIVE and is_back:
             self._lifecycle.lose([rank], "its trainer is back at an earlier iteration")
         has_refused = self.run.ranks[event.rank].has_refused
         self.run.ranks.join(event, self._known_version(event.in_force_epoch, event.in_force_version), now_s)

@@ -22,6 +22,7 @@ from perseus.service.domain.inputs import (
 from perseus.service.domain.model import JobState, RankLeftReason, RefusalReason, Straggler
 from perseus.service.job.iterations.iteration_log import OPEN_LIMIT
 from perseus.service.job.rules import Rules
+from perseus.v1 import event_pb2
 from tests.service.job.machine_bench import FIRST, planned
 from tests.service.service_fakes import EPOCH, Cluster, FakeRank, batch, make_spec
 
@@ -67,6 +68,20 @@ def test_a_batch_far_ahead_is_refused_by_name_and_harms_nothing() -> None:
     with pytest.raises(InvalidFieldError, match=re.escape(expected)):
         cluster.handle(claim(rank))
     assert cluster.job(is_full=True) == before
+    expect_progress(cluster)
+
+
+def test_a_rank_that_comes_back_after_a_claim_has_not_been_lost() -> None:
+    cluster = planned(pipelines=4)
+    rank = cluster.ranks[FIRST]
+    with pytest.raises(InvalidFieldError):
+        cluster.handle(claim(rank))
+    before = cluster.announced(event_pb2.StateChanged)
+    cluster.send(AgentDisconnected(rank.instance_id))
+    for each in cluster.ranks.values():
+        if each.instance_id == rank.instance_id:
+            cluster.send(each.joined())
+    assert cluster.announced(event_pb2.StateChanged) == before
     expect_progress(cluster)
 
 

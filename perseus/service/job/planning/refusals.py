@@ -8,6 +8,8 @@
     any other               the rank, and its stage on all pipelines, stays at stock
 
 Only a refusal of the current offer counts. A rank that refuses stock has nothing else to fall back to.
+A rank that claims to be past the start, at an iteration where it can't be beside the others, has to wait
+until all ranks have reported another one.
 """
 
 from perseus.service.domain.inputs import OfferAnswered

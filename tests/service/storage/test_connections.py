@@ -20,7 +20,7 @@ from perseus.service.domain.ledger import HourFilter
 from perseus.service.domain.members import Slot
 from perseus.service.domain.model import HoldClocks, PipelineOffer
 from perseus.service.domain.records import OfferRecord, StoredJob
-from perseus.service.storage import sql_store
+from perseus.service.storage import schema, sql_store
 from perseus.service.storage.archive import import_database
 from perseus.service.storage.engines import connect
 from perseus.service.storage.membership import MemberRows, session_of
@@ -98,7 +98,9 @@ def test_a_database_in_which_not_every_text_can_be_stored_is_refused(
         MemberRows(url, LEASE_S)
     assert "\n" not in str(caught.value)
     with pytest.raises(DatabaseUnavailableError, match=expected):
-        import_database(url, StringIO('{"format": "perseus-store", "schema": "v0007", "slot_count": 1}\n'))
+        import_database(
+            url, StringIO(f'{{"format": "perseus-store", "schema": "{schema.HEAD}", "slot_count": 1}}\n')
+        )
 
 
 # ---------------------------------------------------------------------- connections that fail

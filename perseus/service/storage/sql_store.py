@@ -20,7 +20,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -297,23 +297,29 @@ class SqlStore:
         """
 
         def close_here() -> None:
-            closing = {}
-            for thread, opened in (
+            others = (
                 (self._ledger_thread, self._ledger_reader),
                 (self._reader_thread, self._reader),
-                (self._thread, self._opened),
                 (self._claims_thread, self._claims),
-            ):
+            )
+            close(others)
+            # The last: only then does SQLite write its log back.
+            if close([(self._thread, self._opened)]):
+                cause = f"it has not answered for {CLOSE_LIMIT_S:g} s"
+                raise StoreFailedError(database=self._opened.name, cause=cause)
+
+        def close(connections: Iterable[tuple[ThreadPoolExecutor, Opened | None]]) -> bool:
+            """Close them at once; return whether any did not answer."""
+            closing = {}
+            for thread, opened in connections:
                 if opened is not None:
                     closing[thread.submit(opened.close)] = opened
                 thread.shutdown(wait=False)
-            late = [closing[future] for future in futures.wait(closing, CLOSE_LIMIT_S).not_done]
-            for opened in late:
-                opened.abort()
+            late = futures.wait(closing, CLOSE_LIMIT_S).not_done
+            for future in late:
+                closing[future].abort()
             futures.wait(closing)
-            if self._opened in late:
-                cause = f"it has not answered for {CLOSE_LIMIT_S:g} s"
-                raise StoreFailedError(database=self._opened.name, cause=cause)
+            return bool(late)
 
         self._is_closing.set()
         await asyncio.to_thread(close_here)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -94,3 +95,25 @@ async def test_a_database_in_use_can_be_checked(database: Path | str) -> None:
     assert await asyncio.to_thread(check_database, database) == []
     await store.write([event(1)])
     await store.close()
+
+
+async def test_the_writing_connection_closes_after_the_others(tmp_path: Path) -> None:
+    """SQLite writes its log back where nobody else is closing: who copies the file then copies all of it."""
+    store = await SqlStore.open(tmp_path / "jobs.db")
+    await store.write([NewRun(make_spec(), 1, 1.0)])
+    reader, writer = store._reader, store._opened
+    order: list[str] = []
+
+    def close_reader() -> None:
+        threading.Event().wait(0.2)  # the writing connection could close meanwhile
+        reader.close()
+        order.append("reader")
+
+    def close_writer() -> None:
+        writer.close()
+        order.append("writer")
+
+    store._reader, store._opened = replace(reader, close=close_reader), replace(writer, close=close_writer)
+    await store.close()
+    assert order == ["reader", "writer"]
+    assert not (tmp_path / "jobs.db-wal").exists()

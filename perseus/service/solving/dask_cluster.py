@@ -81,9 +81,7 @@ class DaskCluster:
             self._lost = asyncio.get_running_loop().create_future()
             try:
                 client = self._new_client()
-            except (
-                Exception
-            ) as error:  # a certificate can't be read, or what Dask is configured with is wrong
+            except Exception as error:  # such as a certificate that can't be read
                 self._end(f"its client can't start: {_line(error)}")
                 await asyncio.sleep(retry.failed())
                 continue

@@ -29,17 +29,19 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class SlotPower:
-    """What the coordinator of a slot publishes.
+    """What the coordinator of a slot publishes, or, if it is alone, keeps for its next start.
 
     Attributes:
         kept_version: of the division that it keeps.
         curves: of each feed that is to be divided.
         statuses: of its part of each feed.
+        caps_w: the power caps of whole feeds that have one.
     """
 
     kept_version: int
     curves: Mapping[str, Curve]
     statuses: Mapping[str, FeedStatus]
+    caps_w: Mapping[str, float] = field(default_factory=dict)
 
     def drawn_w(self, feed: str) -> float:
         """Return the power that its jobs and GPUs on a feed are expected to draw."""

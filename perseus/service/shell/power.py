@@ -45,8 +45,8 @@ from perseus.service.domain.power import (
 )
 from perseus.service.domain.principals import Principal
 from perseus.service.domain.retention import Retention
+from perseus.service.domain.slot_power import Division, SlotPower
 from perseus.service.domain.specification import check_request_id
-from perseus.service.fleet.power.budgets import rising_power_cap_w
 from perseus.service.fleet.power.feeds import Feeds
 from perseus.service.fleet.power.machine import PERIOD_S, FleetMachine
 from perseus.service.fleet.power.messages import (
@@ -64,7 +64,7 @@ from perseus.service.shell.powered_jobs import PoweredJobs
 from perseus.service.shell.quotas import Quotas
 from perseus.service.shell.writer import Writer
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import BudgetEntry
+from perseus.service.storage.store import BudgetEntry, SlotPowerEntry
 
 STEP_BACK_S = 1.0
 """A wall clock steps back by less than this in normal use; time then stands still until it catches up."""
@@ -107,6 +107,8 @@ class Power:
         # The fleet knows no job yet.
         self._is_beginning = True
         self._records: dict[str, BudgetRecord] = {}
+        # The power caps of feeds as they are stored.
+        self._kept_caps_w: Mapping[str, float] = {}
         self._fleet = FleetMachine(feeds.all())
         self._jobs = PoweredJobs(live, feeds)
         # Of our shares, and of whole feeds where this coordinator divides them.
@@ -123,8 +125,9 @@ class Power:
     async def load(self) -> None:
         """Load the budgets that were accepted, and enforce those that are not over."""
         self._records = await self._load_budgets()
+        self._kept_caps_w = await self._store.load_power_caps(self._of_fleet.served or 0)
         self._is_idle = not (self._feeds.feeds or self._records)
-        self._begin(None)
+        self._begin(self._kept_caps_w)
         await self._drain_inbox()
 
     async def _load_budgets(self) -> dict[str, BudgetRecord]:
@@ -149,20 +152,9 @@ class Power:
             )
         return [BudgetRecord(budget, request_id="", principal="", set_time_s=0.0) for budget in budgets]
 
-    def _risen_caps_w(self) -> dict[str, float]:
-        """Return the power caps of feeds that still rise since budgets were over; infinite for others."""
-        return {
-            name: rising_power_cap_w(
-                [record for record in self._records.values() if record.budget.feed == name],
-                feed,
-                self.now_s(),
-            )
-            for name, feed in self._feeds.all().items()
-        }
-
-    def _begin(self, earlier_caps_w: Mapping[str, float] | None) -> None:
+    def _begin(self, caps_w: Mapping[str, float]) -> None:
         """Start from the budgets, and from power caps so far; the next tick adds the jobs."""
-        self._fleet = FleetMachine(self._feeds.all(), earlier_caps_w)
+        self._fleet = FleetMachine(self._feeds.all(), caps_w, self.now_s() + self._live.rules.lease_s)
         self._jobs = PoweredJobs(self._live, self._feeds)
         self._is_beginning = True
         now_s = self.now_s()
@@ -210,7 +202,8 @@ class Power:
             for budget_id, record in self._records.items()
             if budget_id != wanted.budget_id and record.principal == owner
         )
-        self._quotas.check_budgets(owner, sum(not record.is_over(now_s) for record in others))
+        if principal.name == owner:
+            self._quotas.check_budgets(owner, sum(not record.is_over(now_s) for record in others))
         record = BudgetRecord(budget, wanted.request_id, owner, now_s, wanted.percent)
         await self._put(record, BudgetSet(budget), principal)
         return record
@@ -285,7 +278,7 @@ class Power:
         if (now_s := self._clock()) < self._latest_s - STEP_BACK_S:
             log.warning("the wall clock was set back", by_s=round(self._latest_s - now_s, 1))
             self._latest_s = self._ticked_s = now_s
-            self._begin(self._fleet.feed_caps_w)
+            self._begin(self._fleet.caps_w)
             changed.update(self._live.job_ids)
 
     async def watch(self, name: str = "") -> AsyncIterator[tuple[Feed, FeedStatus]]:
@@ -355,7 +348,7 @@ class Power:
         with self._live.changes() as changed:
             changed.update(self._live.job_ids)
             if not is_woken:
-                self._begin(self._risen_caps_w())
+                self._begin(self._kept_caps_w)
                 self._jobs.begin(self.now_s() + self._live.rules.lease_s)
             while True:
                 self._follow_clock(changed)
@@ -368,7 +361,7 @@ class Power:
                     await self._tick(changed)
                 except Exception as error:
                     log.error("the fleet's machine failed, and restarts", exc_info=error)
-                    self._begin(self._fleet.feed_caps_w)
+                    self._begin(self._fleet.caps_w)
                     changed.update(self._live.job_ids)
                     await asyncio.sleep(PERIOD_S)
                 with suppress(TimeoutError):
@@ -383,7 +376,7 @@ class Power:
         of_jobs = (event for event in found if event is not None)
         totals = self._agents.totals(self._jobs.job_ids)
         shared = () if self._power_shares is None else self._power_shares.shared(self._feeds.all())
-        measured = self._jobs.measured(self._since_tick_s(), totals, self.now_s())
+        measured = self._jobs.measured(self._since_tick_s(), totals)
         events = [*shared, *of_jobs, measured]
         if self._is_beginning:
             inbox, self._inbox = self._inbox, []
@@ -394,6 +387,10 @@ class Power:
         self._is_urgent.clear()
         if self._power_shares is not None:
             self._whole_statuses = await self._power_shares.publish(self._fleet, self.now_s())
+        elif (caps_w := self._fleet.caps_w) != self._kept_caps_w:
+            self._kept_caps_w = caps_w
+            own = SlotPower(0, {}, {}, caps_w)
+            await self._writer.later([SlotPowerEntry(0, self._store.lease_epoch, own, Division())])
         self._forget()
         self._wake_readers()
 

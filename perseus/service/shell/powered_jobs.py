@@ -117,7 +117,7 @@ class PoweredJobs:
         """The jobs that draw power."""
         return self._jobs.keys()
 
-    def measured(self, duration_s: float, drawn: PowerTotals, now_s: float) -> PowerMeasured:
+    def measured(self, duration_s: float, drawn: PowerTotals) -> PowerMeasured:
         """Return the power drawn for `duration_s`, of all jobs whose draw is known.
 
         Agents' readings of this second count. Where they cover none or not all of a job's GPUs, its latest
@@ -142,9 +142,7 @@ class PoweredJobs:
         here = self._unknown & self._jobs.keys() - jobs_w.keys()
         self._unknown = {job_id for job_id in here if not self._jobs[job_id].points}
         others_w = {**dict.fromkeys(self._feeds.all(), 0.0), **drawn.others_w}
-        is_whole = now_s >= self._unknown_until_s or self._jobs.keys() <= jobs_w.keys()
-        conflicting_counts = drawn.conflicting_counts
-        return PowerMeasured(duration_s, jobs_w, others_w, changing, outdated, conflicting_counts, is_whole)
+        return PowerMeasured(duration_s, jobs_w, others_w, changing, outdated, drawn.conflicting_counts)
 
     def shares(self, job_id: str) -> Mapping[str, float]:
         """Return the share of a job's GPUs on each feed; empty where budgets leave it out."""

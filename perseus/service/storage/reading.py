@@ -494,6 +494,15 @@ def load_slot_powers(connection: Connection) -> tuple[list[KnownSlot], Division]
     return found, division
 
 
+def load_power_caps(connection: Connection, slot: int) -> Mapping[str, float]:
+    """Return the power caps of feeds as a slot's coordinator had them last; none if they can't be read."""
+    powers = schema.slot_powers.c
+    stored = connection.scalar(select(powers.power).where(powers.slot == slot))
+    with suppress(*_UNREADABLE):
+        return codecs.SLOT_POWER.load(stored).caps_w if stored is not None else {}
+    return {}
+
+
 def _unreadable_budget(row: Row[Any], problem: str) -> UnreadableBudget:
     feed, limit_w = None, None
     over_time_s = row.over_time_s if isinstance(row.over_time_s, int | float) else None

@@ -98,6 +98,7 @@ class SqlStore:
     load_sessions = _read_method(reading.load_sessions)
     load_budgets = _read_method(reading.load_budgets)
     load_slot_powers = _read_method(reading.load_slot_powers)
+    load_power_caps = _read_method(reading.load_power_caps)
     load_gpu_claims = _read_method(gpu_claims.load)
 
     def __init__(

@@ -7,9 +7,9 @@ lifted.
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from perseus.service.domain.power import Budget, BudgetRecord, Feed
+from perseus.service.domain.power import Budget, Feed
 
 
 def limit_w(budgets: Sequence[Budget], feed: Feed, now_s: float) -> float:
@@ -83,23 +83,6 @@ def ramped_power_cap_w(
     if goal < power_cap_w:
         return max(goal, power_cap_w - _step_w(down_w_per_s, elapsed_s))
     return min(goal, power_cap_w + _step_w(up_w_per_s, elapsed_s))
-
-
-def rising_power_cap_w(records: Collection[BudgetRecord], feed: Feed, now_s: float) -> float:
-    """Return a feed's power cap if it still rises since a budget on it was over; infinite if none does.
-
-    It may have risen less, as it had not fallen to the budget's limit yet or was held by another one.
-    """
-    risen_w = min(
-        (
-            record.budget.limit_w + _step_w(feed.ramp_up_w_per_s, now_s - over_s)
-            for record in records
-            if (over_s := record.over_time_s) is not None and record.budget.start_s < over_s <= now_s
-        ),
-        default=math.inf,
-    )
-    current = [record.budget for record in records if not record.is_over(now_s)]
-    return risen_w if risen_w < goal_w(current, feed, now_s)[0] else math.inf
 
 
 def _step_w(ramp_w_per_s: float, elapsed_s: float) -> float:

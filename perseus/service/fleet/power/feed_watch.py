@@ -66,17 +66,11 @@ class FeedWatch:
         job_ids: jobs that draw on it.
     """
 
-    def __init__(self, feed: Feed, power_cap_w: float | None = None) -> None:
-        """Begin to watch a feed.
-
-        `power_cap_w`: if it was watched before, its power cap so far, infinite if there was none or it is
-        unknown. What all draw becomes known by and by: until it is, a new cap begins again, none is lifted.
-        """
+    def __init__(self, feed: Feed, feed_cap_w: float = math.inf, lift_from_s: float = -math.inf) -> None:
+        """`feed_cap_w`: its power cap so far, lifted from a time on by when all that draw are known."""
         self.feed = feed
-        self._is_beginning, self._had_cap = power_cap_w is not None, power_cap_w not in (None, math.inf)
-        self._is_draw_known, self._measured_w = not self._is_beginning, 0.0
-        self.feed_cap_w = math.inf if power_cap_w is None else power_cap_w
-        self.power_cap_w = math.inf
+        self.feed_cap_w, self.power_cap_w = feed_cap_w, math.inf
+        self._lift_from_s = lift_from_s if feed_cap_w < math.inf else -math.inf
         self.shared = FeedShared(feed.name, 1.0, 0.0, 0.0)
         self.rose_s = -math.inf
         self.others = MovingAverage(RECENT_S)
@@ -125,15 +119,9 @@ class FeedWatch:
         if self.shared.share is None:
             goal_w = math.inf  # a ramp begins at what all draw, which nobody knows yet
         before_w = self.power_cap_w
-        drawn_w = self._drawn_by_all_w
-        if self._is_beginning:
-            # Jobs may be held below what is expected of them, or not be measured for long enough.
-            drawn_w = self._measured_w + self.shared.elsewhere_w
-            if not self._had_cap:
-                self.feed_cap_w = math.inf
         self.feed_cap_w = budgets.ramped_power_cap_w(
             power_cap_w=self.feed_cap_w,
-            drawn_w=drawn_w,
+            drawn_w=self._drawn_by_all_w,
             goal=goal_w,
             ramps_w_per_s=(self._down_w_per_s, self.feed.ramp_up_w_per_s),
             elapsed_s=elapsed_s,
@@ -144,8 +132,7 @@ class FeedWatch:
         whole_w = budgets.limit_w(some, self.feed, now_s)
         limit_w = self._own_w(whole_w)
         max_w = self.max_w + self.shared.elsewhere_max_w
-        self._is_beginning &= not self._is_draw_known or self.shared.share is None
-        if not self._is_beginning and limit_w == math.inf and min(goal_w, self.feed_cap_w) >= max_w:
+        if limit_w == math.inf and min(goal_w, self.feed_cap_w) >= max_w and now_s >= self._lift_from_s:
             self.feed_cap_w = self.power_cap_w = math.inf  # no job would draw more
         self._caps_w.append((now_s, self.power_cap_w))
         is_reached = limit_w < math.inf and self.power_cap_w <= limit_w * (1 + _DIGITS)
@@ -204,15 +191,13 @@ class FeedWatch:
         others_w: float,
         longest_iteration_s: float,
         unsettled_w: tuple[float, float],
-        is_whole: bool = True,
     ) -> None:
         """Add a measurement over the time until now.
 
         `power_w`: the total power, that of outdated measurements as expected; `drawn_w`: the same as it was
         measured; `others_w`: of GPUs in no job; `unsettled_w`: of jobs whose plans say nothing about that
-        time, as included in `power_w`, and as expected; `is_whole`: of all that draw on it.
+        time, as included in `power_w`, and as expected.
         """
-        self._is_draw_known, self._measured_w = is_whole, drawn_w
         self.others.take(now_s, duration_s, others_w)
         self._longest_iteration_s = longest_iteration_s
         window_s = max(MIN_WINDOW_S, WINDOW_ITERATIONS * longest_iteration_s)

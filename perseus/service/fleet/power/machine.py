@@ -153,14 +153,16 @@ class FleetMachine:
         statuses: the status of each feed after the last input; empty before the first.
     """
 
-    def __init__(self, feeds: Mapping[str, Feed], earlier_caps_w: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, feeds: Mapping[str, Feed], caps_w: Mapping[str, float] | None = None, lift_from_s: float = 0.0
+    ) -> None:
         """Begin without jobs and budgets.
 
-        `earlier_caps_w`: the feeds' power caps until now, where one is known, if others kept limits before:
-        what is drawn then becomes known only by and by, and power caps go on from there.
+        `caps_w`: power caps of whole feeds, which go on from there. None of these is lifted before a time, by
+        when all jobs are known.
         """
         self._watches = {
-            name: FeedWatch(feed, None if earlier_caps_w is None else earlier_caps_w.get(name, math.inf))
+            name: FeedWatch(feed, (caps_w or {}).get(name, math.inf), lift_from_s)
             for name, feed in feeds.items()
         }
         self._budgets: dict[str, Budget] = {}
@@ -287,7 +289,6 @@ class FleetMachine:
                 others_w=event.others_w.get(name, 0.0),
                 longest_iteration_s=longest_s,
                 unsettled_w=unsettled_w[name],
-                is_whole=event.is_whole,
             )
 
     def _on_feed_shared(self, event: FeedShared, now_s: float) -> None:
@@ -469,9 +470,11 @@ class FleetMachine:
         return math.inf if watch is None else watch.power_cap_w
 
     @property
-    def feed_caps_w(self) -> Mapping[str, float]:
-        """The present power caps of whole feeds; infinite without a limit."""
-        return {name: watch.feed_cap_w for name, watch in self._watches.items()}
+    def caps_w(self) -> Mapping[str, float]:
+        """The present power caps of whole feeds that have one."""
+        return {
+            name: watch.feed_cap_w for name, watch in self._watches.items() if watch.feed_cap_w < math.inf
+        }
 
     # --- Feeds that are divided over slots ------------------------------------------------------------------
 
@@ -500,6 +503,7 @@ class FleetMachine:
             kept_version,
             {name: added_up(fixed_w[name], own) for name, own in hulls.items()},
             self.statuses,
+            self.caps_w,
         )
 
     def whole_status(self, parts: Sequence[FeedStatus], now_s: float) -> FeedStatus:

@@ -54,7 +54,6 @@ class PowerMeasured:
         outdated: those of them that have their new plans by now. Their expected power counts until an
             iteration under the new plans is measured.
         conflicting_counts: by feed, GPUs with conflicting readings.
-        is_whole: whether what all jobs draw is known.
     """
 
     duration_s: float
@@ -63,7 +62,6 @@ class PowerMeasured:
     changing: Collection[str] = ()
     outdated: Collection[str] = ()
     conflicting_counts: Mapping[str, int] = field(default_factory=dict)
-    is_whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)

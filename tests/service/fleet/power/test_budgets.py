@@ -8,14 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.power import Budget, BudgetRecord, Feed, percent_of_reference_w
-from perseus.service.fleet.power.budgets import (
-    goal_w,
-    limit_w,
-    next_change_s,
-    ramped_power_cap_w,
-    rising_power_cap_w,
-)
+from perseus.service.domain.power import Budget, Feed, percent_of_reference_w
+from perseus.service.fleet.power.budgets import goal_w, limit_w, next_change_s, ramped_power_cap_w
 
 FEED = Feed("a", reference_w=1000.0, ramp_down_w_per_s=10.0, ramp_up_w_per_s=5.0)
 RAMPS_W_PER_S = (10.0, 5.0)
@@ -37,19 +31,6 @@ budgets = st.lists(
 def test_the_lowest_limit_in_force_applies() -> None:
     at_s = (0.0, 50.0, 100.0, 199.9, 200.0)
     assert [limit_w([SHORT, LONG], FEED, now_s) for now_s in at_s] == [math.inf, 800.0, 600.0, 600.0, 800.0]
-
-
-def test_how_far_a_cap_has_risen_follows_from_the_budgets_that_are_over() -> None:
-    def risen_w(now_s: float, *budgets: Budget, cancel_s: float | None = None) -> float:
-        records = [BudgetRecord(budget, "r", "p", 0.0, cancel_time_s=cancel_s) for budget in budgets]
-        return rising_power_cap_w(records, FEED, now_s)
-
-    assert risen_w(199.0, SHORT) == math.inf, "it is in force"
-    assert risen_w(210.0, SHORT) == 600.0 + 10 * 5.0
-    assert risen_w(210.0, SHORT, LONG) == 650.0, "on its way to the other limit"
-    assert risen_w(300.0, SHORT, LONG) == math.inf, "it has reached the other limit"
-    assert risen_w(160.0, SHORT, cancel_s=150.0) == 650.0
-    assert risen_w(60.0, SHORT, cancel_s=50.0) == math.inf, "it was cancelled before it began"
 
 
 def test_changes_are_known_in_advance() -> None:

@@ -159,26 +159,18 @@ def test_ramps_bound_how_power_falls_and_rises() -> None:
     assert run.drawn_w[-1] == 2000
 
 
-@pytest.mark.parametrize("cap_w", [1400.0, math.inf], ids=["cap from before", "no cap known"])
-def test_a_cap_of_before_goes_on_falling_and_an_unknown_one_from_what_all_draw(cap_w: float) -> None:
-    run = Site(FleetMachine({"a": FEED}, {"a": cap_w}))
-    run.machine.handle_all([BudgetSet(Budget("b", "a", 500.0, 0.0)), JobChanged(demand("x"), 1.0)], 0.0)
-    run.machine.handle_all([PowerMeasured(1.0, {"x": {"a": 900.0}}, {}, is_whole=False), Tick()], 1.0)
-    assert run.machine.power_cap_w("a") == (900.0 if cap_w == math.inf else cap_w) - 200.0
-    run.machine.handle_all([PowerMeasured(1.0, {"x": {"a": 1300.0}}, {}), Tick()], 2.0)
-    from_w = 1300.0 if cap_w == math.inf else cap_w - 200.0
-    assert run.machine.power_cap_w("a") == from_w - 200.0
-    run.machine.handle_all([PowerMeasured(1.0, {"x": {"a": 1300.0}}, {}), Tick()], 3.0)
-    assert run.machine.power_cap_w("a") == from_w - 400.0
-
-
-def test_a_cap_of_before_goes_on_rising_and_is_lifted_once_all_is_known() -> None:
-    machine = FleetMachine({"a": FEED}, {"a": 700.0})
-    for now_s in range(3):  # no job is known: any cap is above what they could draw
-        machine.handle_all([PowerMeasured(1.0, {}, {}, is_whole=False), Tick()], float(now_s))
-    assert machine.power_cap_w("a") == 900.0
-    machine.handle_all([JobChanged(demand("x"), 1.0), PowerMeasured(1.0, {"x": {"a": 700.0}}, {})], 3.0)
-    assert machine.power_cap_w("a") == math.inf
+def test_a_power_cap_so_far_goes_on_falling_or_rising_and_is_lifted_once_all_are_known() -> None:
+    falling = FleetMachine({"a": FEED}, {"a": 1400.0}, 30.0)
+    falling.handle_all([BudgetSet(Budget("b", "a", 500.0, 0.0))], 0.0)
+    rising = FleetMachine({"a": FEED}, {"a": 700.0}, 30.0)
+    for machine, rise_w_per_s in ((falling, -200.0), (rising, 100.0)):
+        machine.handle(Tick(), 0.0)
+        before_w = machine.caps_w["a"]
+        for now_s in range(1, 4):  # no job is known: each cap is above what all would draw
+            machine.handle(Tick(), float(now_s))
+            assert machine.caps_w["a"] == machine.power_cap_w("a") == before_w + rise_w_per_s * now_s
+    rising.handle(Tick(), 30.0)
+    assert not rising.caps_w
 
 
 def test_measured_power_corrects_plans_that_predict_too_little() -> None:

@@ -44,16 +44,19 @@ class IterationJudge:
         """Check a rank's batch with iterations where it can't be beside the others' reports.
 
         These may be late, so the batch is refused only if the others can't have come so far either. Return
-        what there is place for without closing their iterations.
+        the rows that fit without closing an iteration that the others have yet to report.
 
         Raises:
             InvalidFieldError: it is refused.
         """
         run = self._run
-        plausible, last_open = run.ranks.plausible_iteration(), run.log.last_open
+        plausible, last_placed = (
+            run.ranks.plausible_iteration(),
+            run.log.last_placed(batch.iterations.iteration),
+        )
         if plausible >= 0:
             self._check_possible(batch.iterations, plausible)
-        return batch if last_open is None else batch.until(max(plausible, last_open))
+        return batch if last_placed is None else batch.until(max(plausible, last_placed))
 
     def _check_possible(self, rows: IterationColumns, plausible: int) -> None:
         run = self._run

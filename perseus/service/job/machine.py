@@ -73,6 +73,7 @@ from perseus.service.domain.model import (
 )
 from perseus.service.domain.records import (
     MAX_REQUEST_IDS,
+    Counters,
     JobRecord,
     Registrations,
     StoredJob,
@@ -108,7 +109,7 @@ class JobMachine:
         self._orders = [Order(order) for order in run.schedule.orders]
         # As last returned to the caller.
         self._stored_record: JobRecord | None = None
-        self._stored_counters = copy(run.counters)
+        self._stored_counters = Counters()  # others are stored: an earlier release had them in the record
         self._has_ended = False
 
     @property
@@ -289,8 +290,7 @@ class JobMachine:
                 spec_fingerprint=event.spec_fingerprint,
             )
         rank = self.run.ranks[event.rank]
-        was_plausible = not 0 <= self.run.ranks.plausible_iteration() < rank.iteration
-        is_back = was_plausible and event.iteration < rank.iteration
+        is_back = event.iteration < rank.iteration and not self.run.ranks.is_ahead(rank)
         if rank.instance_id == event.instance_id and rank.state in LIVE and is_back:
             self._lifecycle.lose([rank], "its trainer is back at an earlier iteration")
         has_refused = self.run.ranks[event.rank].has_refused

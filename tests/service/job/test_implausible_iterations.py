@@ -69,6 +69,7 @@ def test_a_batch_far_ahead_is_refused_by_name_and_harms_nothing() -> None:
         cluster.handle(claim(rank))
     assert cluster.job(is_full=True) == before
     expect_progress(cluster)
+    assert cluster.machine.run.ranks[FIRST].iteration == rank.iteration, "where it is by its later batches"
 
 
 def test_a_rank_that_comes_back_after_a_claim_has_not_been_lost() -> None:
@@ -127,6 +128,22 @@ def test_a_rank_that_refuses_every_start_is_offered_its_clocks_once_an_iteration
         each.begin()
         cluster.handle(each.end(0.8))
     assert cluster.machine.run.offers.of_rank(FIRST).start_iteration > rank.iteration
+
+
+def test_a_start_that_a_rank_ahead_refuses_is_postponed_once_most_others_are_there() -> None:
+    """Answers may overtake reports; and one rank is lost, so no iteration of the whole job comes to help."""
+    cluster = planned(pipelines=4)
+    cluster.handle(StragglerReported(Straggler(1, slowdown_factor=1.2)))
+    rank, own = cluster.ranks[FIRST], cluster.machine.run.offers
+    ahead = rank.iteration + 200
+    offer = own.of_rank(FIRST)
+    refusal = RefusalReason.PAST_START, "", ahead
+    cluster.handle(OfferAnswered(FIRST, rank.instance_id, EPOCH, offer.version, *refusal))
+    assert own.of_rank(FIRST) == offer, "as if it were a false claim"
+    for each in list(cluster.ranks.values())[:-1]:
+        cluster.handle(claim(each, ahead, 1))
+    assert own.of_rank(FIRST).version == offer.version
+    assert own.of_rank(FIRST).start_iteration > ahead
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 2)])

@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 
+from perseus.service.domain.commands import Store
 from perseus.service.domain.power import Budget, BudgetRecord, UnreadableBudget
 from perseus.service.domain.records import Registrations, StoredJob, UnreadableJob
 from perseus.service.domain.snapshot import RunSnapshot
 from perseus.service.domain.specification import Registration
+from perseus.service.job.machine import JobMachine
+from perseus.service.job.rules import Rules
 from perseus.service.storage.checking import check_database
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import BudgetEntry, Entry, JobEntry, NewRun
-from tests.service.service_fakes import make_spec
+from tests.service.service_fakes import EPOCH, make_spec
 from tests.service.storage.test_archive import planned_job
 
 COLUMNS = [
@@ -124,7 +127,12 @@ async def test_what_iterations_add_to_is_read_from_the_record_of_a_release_befor
         connection.execute("DELETE FROM counters")
     connection.close()
     after, _ = await read(path)
+    assert isinstance(after, StoredJob)
     assert after == before
+    _, commands = JobMachine.restore(after, Rules(), EPOCH, now_s=0.0, wall_time_s=14.5)
+    assert Store(after.counters) in commands, (
+        "or it would be lost with the record, which is stored without it"
+    )
 
 
 @pytest.mark.parametrize(("table", "column"), COLUMNS)

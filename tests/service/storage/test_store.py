@@ -155,7 +155,7 @@ async def test_a_whole_job_is_read_back_as_it_was_written(open_store: Open) -> N
     assert await store.events("job", 1, 0, 10_000) == cluster.events()
     machine, commands = JobMachine.restore(stored, Rules(), EPOCH, now_s=0.0, wall_time_s=14.5)
     machine.validate()
-    assert len(commands) == 2  # The record as it is, and the problem to solve.
+    assert len(commands) == 3  # The record and the counts as they are, and the problem to solve.
     await store.close()
 
 

@@ -178,10 +178,10 @@ class IterationLog:
     def _of(self, is_meant: NDArray[np.bool_]) -> list[Coordinates]:
         return [rank for rank, index in self._index.items() if is_meant[index]]
 
-    @property
-    def last_open(self) -> int | None:
-        """The last iteration that finds place while `OPEN_LIMIT` are open; None while fewer are."""
-        return max(self._open) if len(self._open) >= OPEN_LIMIT else None
+    def last_placed(self, numbers: Iterable[int]) -> int | None:
+        """Return the last iteration that finds place if these are opened, too; None if all do."""
+        opened = sorted({*self._open, *(number for number in numbers if number > self.closed_through)})
+        return opened[OPEN_LIMIT - 1] if len(opened) > OPEN_LIMIT else None
 
     def add(
         self, rank: Coordinates, rows: IterationColumns, wall_time_s: float, plausible: int = MAX_COUNT

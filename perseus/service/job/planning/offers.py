@@ -110,8 +110,8 @@ class OfferBoard:
             self._pipelines[place.pipeline].stages[place.stage].append(place)
         # The (version, start iteration, urgency) sent to each rank on its present stream.
         self._sent: dict[Coordinates, tuple[int, int, bool]] = {}
-        # Ranks that refused an offer at an iteration that is not plausible.
-        self._ahead: set[Coordinates] = set()
+        # Ranks that refused an offer at an iteration where no other is yet.
+        self._ahead: dict[Coordinates, int] = {}
         # By pipeline: the ranks that `reconcile` visits, as they or their offer have changed.
         self._unreconciled: defaultdict[int, set[Coordinates]] = defaultdict(set)
         self._changed: set[int] = set()
@@ -218,29 +218,35 @@ class OfferBoard:
     def forget_sent(self, place: Coordinates) -> None:
         """Forget the offer sent to a rank: its stream ended, or it fell back to stock."""
         self._sent.pop(place, None)
+        self._ahead.pop(place, None)
         self._unreconciled[place.pipeline].add(place)
 
     def postpone(self, place: Coordinates, iteration: int) -> None:
         """Offer a rank's pipeline its clocks again with a later start: at this iteration it came too late.
 
-        If the rank can't be there beside the others, it has to wait for them (`try_again`).
+        If the rank can't be there beside the others, it has to wait until they are, too, or for an iteration
+        of the whole job (`try_again`).
         """
         if iteration > self._ranks.highest_iteration():
-            self._ahead.add(place)
+            self._ahead[place] = iteration
             return
         self._pipelines[place.pipeline].late_count += 1
         self._restart(place.pipeline)
 
     def try_again(self) -> None:
         """Offer their clocks again to ranks that were ahead, as all ranks have reported an iteration."""
-        for place in self._ahead:
+        for place in [*self._ahead]:
             self.forget_sent(place)
-        self._ahead.clear()
 
     def reconcile(self) -> None:
         """Send offers to the ranks that need one, and announce versions that are now in force everywhere."""
         for place in self._ranks.take_changed():
             self._unreconciled[place.pipeline].add(place)
+        if self._ahead and min(self._ahead.values()) <= (highest := self._ranks.highest_iteration()):
+            for place, iteration in [*self._ahead.items()]:
+                if iteration <= highest:
+                    del self._ahead[place]
+                    self.postpone(place, iteration)
         for number in sorted(self._unreconciled):
             pipeline = self._pipelines[number]
             needing = self._needing(number)

@@ -123,6 +123,10 @@ class RankTable:
         """Tell whether a rank can be at an iteration; False if that is unknown."""
         return iteration <= self.plausible_through or iteration <= self.plausible_iteration()
 
+    def is_ahead(self, rank: Rank) -> bool:
+        """Tell whether a rank claims an iteration where it can't be beside the others."""
+        return 0 <= self.plausible_iteration() < rank.iteration
+
     def next_deadline_s(self) -> float | None:
         """Return when the next lease runs out; None if there is none."""
         return self._leases.next_deadline_s()
@@ -284,16 +288,19 @@ class RankTable:
         self.missing.find(place)
 
     def note_iteration(self, place: Coordinates, iteration: int, clock_event_reasons: int = 0) -> None:
-        """Record a rank's iteration and clock event reasons.
+        """Record a rank's iteration and clock event reasons; a lower iteration only if it was too far ahead.
 
         They are not stored, as ranks report them again after a restart.
         """
         rank = self._ranks[place]
-        if iteration > rank.iteration:
+        is_correction = iteration < rank.iteration and self.is_ahead(rank)
+        if iteration > rank.iteration or is_correction:
             self._ranks[place] = rank.at(iteration, clock_event_reasons)
             if rank.state is RankState.CONNECTED:
                 self._iterations.move((rank.iteration,), (iteration,))
                 self._highest_iteration = None
+                if is_correction:
+                    self.plausible_through = -1
 
     def note_offered(self, place: Coordinates, version: int) -> None:
         """Record the version offered to a rank.
@@ -391,10 +398,9 @@ class RankTable:
         assert len(self._leases) == len(self._live)
         at = sorted((rank.iteration for rank in live if rank.state is RankState.CONNECTED), reverse=True)
         reached = at[len(self) // 2] if len(at) > len(self) // 2 > 0 else -1
-        known = self.plausible_through
-        assert known <= self.plausible_iteration() == (-1 if reached < 0 else reached + AHEAD_LIMIT)
+        assert self.plausible_through <= (-1 if reached < 0 else reached + AHEAD_LIMIT)
         believed = [iteration for iteration in at if reached < 0 or iteration <= reached + AHEAD_LIMIT]
-        assert self.highest_iteration() == max(believed, default=-1)
+        assert self._highest_iteration in (None, max(believed, default=-1))
         self._leases.validate()
         counted = RankTable(self._spec, 0.0, self._buffer)
         for rank in self:

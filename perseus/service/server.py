@@ -215,15 +215,22 @@ async def joined(settings: CoordinatorSettings) -> AsyncIterator[FleetMember | N
     member = FleetMember(
         rows,
         settings.member_lease_s,
-        partial(open_connections, settings.database, holder=rows.member_id),
+        partial(
+            open_connections,
+            settings.database,
+            holder=rows.member_id,
+            connect_limit_s=settings.member_lease_s / 8,  # the lease is not renewed meanwhile
+        ),
     )
     if settings.slots > 1 and not _address(settings):
         log.warning("nobody can be sent to this coordinator: set advertise to its HOST:PORT")
     try:
         await member.join(_address(settings), _place(settings.listen), _page_url(settings))
-        yield member
-        if member.ended.done():
-            member.ended.result()
+        try:
+            yield member
+        finally:
+            if member.ended.done():
+                member.ended.result()  # also the reason why the store has failed then
     finally:
         await member.leave()
 

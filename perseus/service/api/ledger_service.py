@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from perseus.service.api.authentication import caller
 from perseus.service.api.paging import Page, no_token
 from perseus.service.api.statuses import mapped
+from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.messages import time_from_proto, time_to_proto
 from perseus.service.domain.specification import check_job_id
 from perseus.service.domain.statement import J_PER_KWH, Account, LedgerEntry
@@ -75,8 +76,9 @@ def _at(place: str) -> tuple[tuple[str, int, int], pb.LedgerAccount]:
     if found is None:
         raise no_token(place)
     try:
+        check_job_id(found["job_id"])
         total = pb.LedgerAccount.FromString(base64.b64decode(found["total"], validate=True))
-    except (binascii.Error, DecodeError):
+    except (InvalidFieldError, binascii.Error, DecodeError):
         raise no_token(place) from None
     return (found["job_id"], int(found["deletion"]), int(found["run"])), total
 

@@ -5,6 +5,7 @@ and `agents` serves agents; the writer stores everything before anything leaves.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -172,12 +173,15 @@ class Coordinator:
 
     async def _prune(self) -> None:
         """Prune the store and evict old runs from memory, in small steps."""
+        evicted_s = -math.inf
         while True:
             is_done = True
             with suppress(DatabaseUnreadableError):
                 is_done = (await self._store.prune(self._retention, time.time())).is_done
-                if is_done:
-                    self.jobs.evict(self._retention, time.time())
+            if is_done or time.monotonic() >= evicted_s + PRUNE_ROUND_S:  # a round may take hours
+                evicted_s = time.monotonic()
+                self.jobs.evict(self._retention, time.time())
+                with suppress(DatabaseUnreadableError):
                     self.store_size_bytes = await self._store.size_bytes()
                     self.standbys = await self._store.standbys()
             await asyncio.sleep(PRUNE_ROUND_S if is_done else PRUNE_STEP_S)

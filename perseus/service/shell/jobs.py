@@ -191,10 +191,12 @@ class Jobs:
             JobNotFinishedError: the job has not finished.
         """
         await self._load(job_id, may_be_unreadable=True)
-        if self._live.unreadable.pop(job_id, None) is not None:
-            self._requests.pop(job_id, None)
+        if job_id in self._live.unreadable:
             await self._delete_stored(job_id, 0)
+            # If this can't be read, the repeated call reads it.
             self._deleted_version = max(self._deleted_version, await self._store.deleted_version())
+            self._live.unreadable.pop(job_id, None)
+            self._requests.pop(job_id, None)
             return
         run = self._live.get(job_id)
         if run is None:

@@ -15,6 +15,7 @@ and one that is lost is opened again by the next transaction: what was on its wa
 """
 
 import fcntl
+import math
 import os
 import socket
 import sqlite3
@@ -35,7 +36,7 @@ from perseus.service.storage.schema import schema_of, tables_of_others
 
 LOCKED = "it is locked: is another coordinator running on it?"
 
-_CONNECT_TIMEOUT_S = 10
+_CONNECT_LIMIT_S = 10.0
 
 _SILENCE_LIMIT_S = 5
 """A server that vanished without a word is noticed after about this time, and so is a client."""
@@ -138,7 +139,7 @@ def connect(
         slot: the slot of jobs that statements are about, on PostgreSQL.
         is_read_only: only read, beside the coordinator that holds the lock; write and create nothing.
         session: the name of its session, on PostgreSQL.
-        limits_s: on PostgreSQL, `statement_limit_s` and `lock_limit_s` of `postgresql_engine`.
+        limits_s: on PostgreSQL, the limits of `postgresql_engine`.
 
     Raises:
         DatabaseUnavailableError: it is in use, can't be reached or created, or has an unknown engine.
@@ -303,6 +304,8 @@ def postgresql_engine(
     session: str = "",
     statement_limit_s: float = _STATEMENT_LIMIT_S,
     lock_limit_s: float = _LOCK_LIMIT_S,
+    idle_limit_s: float = _IDLE_TRANSACTION_LIMIT_S,
+    connect_limit_s: float = _CONNECT_LIMIT_S,
     **options: Any,
 ) -> tuple[Engine, Callable[[], None]]:
     """Return an engine for a PostgreSQL server, whose connections inherit no default that matters, and a
@@ -315,6 +318,8 @@ def postgresql_engine(
         session: the name of its sessions.
         statement_limit_s: after so long a statement fails; 0 for never.
         lock_limit_s: after so long a statement that waits for a lock fails; 0 for never.
+        idle_limit_s: after so long the server ends a session that leaves a transaction idle.
+        connect_limit_s: after so long a connection that isn't there fails; at least 2.
         options: SQLAlchemy's.
 
     Raises:
@@ -332,7 +337,7 @@ def postgresql_engine(
     engine = create_engine(
         url.set(drivername="postgresql+psycopg"),
         connect_args={
-            "connect_timeout": _CONNECT_TIMEOUT_S,
+            "connect_timeout": math.ceil(connect_limit_s),
             "keepalives_idle": _SILENCE_LIMIT_S,
             "keepalives_interval": 1,
             "keepalives_count": 3,
@@ -349,7 +354,7 @@ def postgresql_engine(
         "synchronous_commit": "on",  # acknowledged data must survive the server's crash
         "statement_timeout": f"{statement_limit_s * 1000:.0f}",
         "lock_timeout": f"{lock_limit_s * 1000:.0f}",
-        "idle_in_transaction_session_timeout": f"{_IDLE_TRANSACTION_LIMIT_S * 1000:.0f}",
+        "idle_in_transaction_session_timeout": f"{idle_limit_s * 1000:.0f}",
         "idle_session_timeout": "0",
         "transaction_timeout": "0",
         "tcp_keepalives_idle": f"{_SILENCE_LIMIT_S}",
@@ -416,6 +421,7 @@ def _connect_postgresql(database: Path | str, name: str, **options: Any) -> Open
         engine, abort_latest = postgresql_engine(
             database, poolclass=NullPool, pool_reset_on_return=None, paramstyle="format", **options
         )
+        lost = OSError, engine.dialect.loaded_dbapi.OperationalError
         is_aborted = threading.Event()
 
         def abort() -> None:
@@ -423,8 +429,10 @@ def _connect_postgresql(database: Path | str, name: str, **options: Any) -> Open
             abort_latest()
 
         def may_repeat(error: Exception) -> bool:
-            state = getattr(_origin(error), "sqlstate", None)  # None: the connection is lost
-            return not is_aborted.is_set() and (state is None or state.startswith(_PASSING))
+            origin = _origin(error)
+            state = getattr(origin, "sqlstate", None)
+            is_passing = isinstance(origin, lost) if state is None else state.startswith(_PASSING)
+            return is_passing and not is_aborted.is_set()
 
         return Opened(
             stack.enter_context(engine.connect()),

@@ -2,9 +2,9 @@
 
 What is due is looked for on a reading connection, so commits wait for none of it, however much is kept. A
 step on the writing connection is one statement: it deletes at most `STEP_ROWS` rows of one thing (a run's
-events, a run due for archiving, some of the agents), and tests again that they are due, as anything may have
-been written meanwhile. Deleted rows leave free pages, which later writes fill: for a fixed number of live
-jobs the file stops growing.
+events, a run due for archiving, some of the agents). As anything may have been written meanwhile, it deletes
+what is archived only of the run that was due, and no agent or budget that has a later time now. Deleted rows
+leave free pages, which later writes fill: for a fixed number of live jobs the file stops growing.
 
 An archived run keeps its specification, its record and its report, the last of its events (later numbers
 continue from it), and those profiles that a new job could still adopt.

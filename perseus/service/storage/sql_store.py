@@ -5,8 +5,8 @@ latest runs), when an agent connects (its last sequence), when a client asks for
 and when a stage may have been profiled before.
 
 `engines` opens the database, `migrating` brings it to the present schema, `writing`, `reading`, `pruning` use
-it. One connection writes and one reads, each in its own thread, one transaction after another: no commit
-waits for a reader. A read sees everything that was committed when it was requested.
+it. One connection writes, two read and one claims GPUs, each in its own thread, one transaction after
+another: no commit waits for the others. A read sees everything that was committed when it was requested.
 
 A read that fails is a DatabaseUnreadableError (`domain.errors`), and the next one may succeed. A failure of
 the writing connection is a StoreFailedError: nothing can be guaranteed from then on. Where a fence tells that
@@ -20,7 +20,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -62,6 +62,9 @@ _FIRST_DELAY_S, _MAX_DELAY_S = 0.02, 1.0
 
 CLOSE_LIMIT_S = 5.0
 """How long a database that is closed may take for what it was asked before."""
+
+_CLAIMS_IDLE_LIMIT_S = 3.0
+"""Others, and their agents, wait for the locks of a coordinator that is cut off between claims and commit."""
 
 
 def _read_method(
@@ -309,17 +312,17 @@ class SqlStore:
                 cause = f"it has not answered for {CLOSE_LIMIT_S:g} s"
                 raise StoreFailedError(database=self._opened.name, cause=cause)
 
-        def close(connections: Iterable[tuple[ThreadPoolExecutor, Opened | None]]) -> bool:
-            """Close them at once; return whether any did not answer."""
-            closing = {}
-            for thread, opened in connections:
-                if opened is not None:
-                    closing[thread.submit(opened.close)] = opened
-                thread.shutdown(wait=False)
-            late = futures.wait(closing, CLOSE_LIMIT_S).not_done
+        def close(connections: Sequence[tuple[ThreadPoolExecutor, Opened | None]]) -> bool:
+            """Close them at once; return whether any did not answer what it was asked before."""
+            before = {
+                thread.submit(lambda: None): (thread, opened) for thread, opened in connections if opened
+            }
+            late = futures.wait(before, CLOSE_LIMIT_S).not_done
             for future in late:
-                closing[future].abort()
-            futures.wait(closing)
+                before[future][1].abort()
+            futures.wait([thread.submit(opened.close) for thread, opened in before.values()])
+            for thread, _ in connections:
+                thread.shutdown(wait=False)
             return bool(late)
 
         self._is_closing.set()
@@ -415,8 +418,12 @@ class SqlStore:
             raise
 
 
-def open_connections(database: Path | str, slot: int = 0, holder: str = "") -> list[Opened]:
+def open_connections(
+    database: Path | str, slot: int = 0, holder: str = "", **limits_s: float
+) -> list[Opened]:
     """Open a store's connections: to write, read and read the ledger, and for a slot's holder to claim GPUs.
+
+    `limits_s`: further limits of each, as of `connect`.
 
     Raises:
         DatabaseUnavailableError: one of them can't be opened.
@@ -424,9 +431,17 @@ def open_connections(database: Path | str, slot: int = 0, holder: str = "") -> l
     session = membership.session_of(holder) if holder else ""
     with ExitStack() as stack:
         opened = []
-        for is_read_only in (False, True, True, False) if holder else (False, True, True):
+        own_limits_s: list[dict[str, float]] = [
+            {"statement_limit_s": 0},  # a long commit is none that failed; locks have their own limit
+            {},
+            {},
+            {"idle_limit_s": _CLAIMS_IDLE_LIMIT_S},
+        ]
+        for number, own in enumerate(own_limits_s if holder else own_limits_s[:-1]):
+            is_read_only = number in (1, 2)
+            name = "" if is_read_only else session
             each = connect(
-                database, slot=slot, is_read_only=is_read_only, session="" if is_read_only else session
+                database, slot=slot, is_read_only=is_read_only, session=name, **{**limits_s, **own}
             )
             stack.callback(each.close)
             opened.append(each)

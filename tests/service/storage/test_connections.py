@@ -273,7 +273,7 @@ async def test_a_transaction_that_loses_a_conflict_is_tried_again(served: Served
 async def test_a_conflict_that_does_not_end_and_any_other_error_are_fatal(
     served: Served, state: str, attempts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sql_store, "REPEAT_LIMIT_S", 0.0 if attempts == 1 else 0.04)
+    monkeypatch.setattr(sql_store, "REPEAT_LIMIT_S", 30.0 if attempts == 1 else 0.04)
     run(served.url, FAIL_TWICE.format(state=state, count=1000))
     with pytest.raises(StoreFailedError, match="a conflict"):
         await served.store.write([event(1)])
@@ -283,6 +283,20 @@ async def test_a_conflict_that_does_not_end_and_any_other_error_are_fatal(
     assert found[0] == 1 if attempts == 1 else found[0] > 1
     with pytest.raises(StoreFailedError):
         await served.watching
+
+
+async def test_what_the_driver_refuses_is_not_tried_again(served: Served) -> None:
+    async with asyncio.timeout(20):  # a lost connection would be waited for for longer
+        with pytest.raises(StoreFailedError, match="NUL"):
+            await served.store._run(
+                lambda: served.store._connection.exec_driver_sql("SELECT %s::text", ("\0",))
+            )
+
+
+async def test_others_wait_for_a_claim_that_is_cut_off_for_some_seconds_only(served: Served) -> None:
+    assert served.store._claims is not None
+    limit = served.store._claims.connection.exec_driver_sql("SHOW idle_in_transaction_session_timeout")
+    assert limit.scalar() == "3s"
 
 
 async def test_a_lock_of_another_session_is_waited_for(served: Served) -> None:

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Connection, delete, func, select
 
 from perseus.service.domain.errors import DatabaseUnreadableError
-from perseus.service.storage import engines, schema
+from perseus.service.storage import engines, schema, sql_store
 from perseus.service.storage.checking import check_database
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import EventEntry, NewRun
@@ -97,8 +97,14 @@ async def test_a_database_in_use_can_be_checked(database: Path | str) -> None:
     await store.close()
 
 
-async def test_the_writing_connection_closes_after_the_others(tmp_path: Path) -> None:
-    """SQLite writes its log back where nobody else is closing: who copies the file then copies all of it."""
+async def test_the_writing_connection_closes_after_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite writes its log back where nobody else is closing: who copies the file then copies all of it.
+
+    How long that takes has no limit.
+    """
+    monkeypatch.setattr(sql_store, "CLOSE_LIMIT_S", 0.05)
     store = await SqlStore.open(tmp_path / "jobs.db")
     await store.write([NewRun(make_spec(), 1, 1.0)])
     reader, writer = store._reader, store._opened
@@ -110,6 +116,7 @@ async def test_the_writing_connection_closes_after_the_others(tmp_path: Path) ->
         order.append("reader")
 
     def close_writer() -> None:
+        threading.Event().wait(0.2)
         writer.close()
         order.append("writer")
 

@@ -199,7 +199,7 @@ def report_problems(agents: Agents, job_id: str, missing_count: int) -> list[str
     if counts["waiting"] or counts["acknowledged"] != counts["sent"]:
         found.append(f"{job_id}: not acknowledged: {counts}")
     account = agents.ask("account", job_id=job_id)
-    missing = account["expected_count"] - account["counted_count"]
+    missing = account["expected_count"] - account["counted_count"] + len(account["outside"])
     if not 0 <= missing <= missing_count or account["energy_error"] > 1e-6:
         found.append(f"the report of {job_id} does not agree: {account}")
     return found

@@ -57,13 +57,16 @@ class Cut:
         self._is_whole.set()
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        opened = [writer]
         try:
-            await self._is_whole.wait()
-            with suppress(OSError):
+            with suppress(OSError, asyncio.CancelledError):
+                await self._is_whole.wait()
                 theirs, ours = await asyncio.open_unix_connection(self._socket)
+                opened.append(ours)
                 await asyncio.gather(self._pump(reader, ours), self._pump(theirs, writer))
         finally:
-            writer.close()
+            for each in opened:  # pumps that are cancelled before they begin close nothing
+                each.close()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)

@@ -62,9 +62,10 @@ class AgentConnection:
         self.dropped_here_count = 0
         self.saving: Saving | None = None
         self._rejoin = Rejoin(path, hello, monotonic_ns()) if sock is None else None
-        # The registration or membership packet, once sent, and whether the agent answers it.
+        # The registration or membership packet, once sent, whether the agent answers it, and whether it is in
+        # place of an earlier one.
         self._membership: bytes | None = None
-        self._is_answered = False
+        self._is_answered = self._is_change = False
         # While training: the membership is still to be sent; the answer to the registration is outstanding.
         self._is_unsent = False
         self._is_registering = False
@@ -124,6 +125,7 @@ class AgentConnection:
         `is_answered`: it is a registration, and the call waits for the answer unless `waits` is off. Returns
         whether it was accepted, or may still be, as far as known; a refusal is logged.
         """
+        self._is_change = self._membership not in (None, membership)
         self._membership, self._is_answered = membership, is_answered
         if self._socket is None:
             return False
@@ -253,7 +255,7 @@ class AgentConnection:
             elif self._is_registering:
                 reply = self._receive_answer(self._socket)
                 self._is_registering = False
-                self._log_registration(reply, is_known=True)
+                self._log_registration(reply)
         except BlockingIOError:
             pass  # no room in the socket yet, or no reply
         except (OSError, MalformedPacket) as error:
@@ -297,9 +299,9 @@ class AgentConnection:
             return
         _log.log(logging.INFO if notice.ok else logging.WARNING, "%s: %s", self._rank, notice.message)
 
-    def _log_registration(self, reply: Reply, *, is_known: bool = False) -> None:
-        """Log the answer. `is_known`: the job is registered, and ranks with the old order may be live."""
-        if not reply.ok and is_known and reply.reason == _JOB_EXISTS:
+    def _log_registration(self, reply: Reply) -> None:
+        """Log the answer. Ranks with the order before a change may be live."""
+        if not reply.ok and self._is_change and reply.reason == _JOB_EXISTS:
             _log.info(
                 "%s: the job changes once all of its ranks have registered the change: %s",
                 self._rank,

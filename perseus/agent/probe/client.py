@@ -157,8 +157,8 @@ class Probe:
         `max_slowdown_percent` is how much slower than stock plans may be. `stage_work`: for each stage a text
         that is equal wherever its computations are (model, microbatch shape, versions), which identifies its
         stored profile. `stage_layers`: for each stage the number of layers of each chunk, for the advice on
-        moving them. Registering an unfinished job again, such as after a restart, changes nothing. To
-        change the order during training, call this between two iterations with `waits` off: it does not block
+        moving them. Registering an unfinished job again, such as after a restart, changes nothing. During
+        training, as to change the order, call this between two iterations with `waits` off: it does not block
         the trainer, and the outcome is logged. Returns whether the job is registered, or will be as soon as
         the agent reaches the coordinator, as far as this rank knows; a refusal and its reason are logged. An
         agent that is joined later receives the registration then. Raises ValueError for impossible counts,

@@ -140,9 +140,9 @@ class DeviceMarks:
         max_slowdown_percent: float,
         stage_work: Sequence[str],
         stage_layers: Sequence[Sequence[int]],
-        waits: bool = True,
+        waits: bool,
     ) -> bool:
-        """Register the job as `Probe.register` does. Marks wait meanwhile."""
+        """Register the job as `Probe.register` does."""
         with self._lock:
             return self._probe.register(
                 pipeline_count=pipeline_count,

@@ -129,7 +129,7 @@ class JobOrder:
         """Register the job, once all stages have posted their orders."""
         if (orders := self._poll()) is not None:
             self._is_awaited = False
-            self._register(marks, orders, waits=True)
+            self._register(marks, orders)
 
     def _poll(self) -> list[ExecutedOrder] | None:
         """Return all stages' orders under the latest name; None if some are missing.
@@ -156,8 +156,8 @@ class JobOrder:
             raise UnmarkableError(f"stage {missing}: its order is missing")
         return None
 
-    def _register(self, marks: Marks, orders: Sequence[ExecutedOrder], *, waits: bool) -> None:
-        """Register the stages' orders, stage 0 first."""
+    def _register(self, marks: Marks, orders: Sequence[ExecutedOrder]) -> None:
+        """Register the stages' orders, stage 0 first. The outcome is logged when it is known."""
         placement = self._placement
         marks.register(
             pipeline_count=placement.pipeline_count,
@@ -168,7 +168,7 @@ class JobOrder:
             max_slowdown_percent=self._max_slowdown_percent,
             stage_work=[order.work for order in orders] if any(order.work for order in orders) else [],
             stage_layers=_layers(orders),
-            waits=waits,
+            waits=False,
         )
 
     def _follow(self, order: ChangingOrder, marks: Marks) -> None:
@@ -198,7 +198,7 @@ class JobOrder:
             return
         if orders is not None:
             order.register(orders[self._placement.stage].computations)
-            self._register(marks, orders, waits=False)
+            self._register(marks, orders)
 
 
 def _layers(orders: Sequence[ExecutedOrder]) -> list[tuple[int, ...]]:

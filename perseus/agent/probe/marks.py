@@ -25,7 +25,7 @@ class Marks(Protocol):
         max_slowdown_percent: float,
         stage_work: Sequence[str],
         stage_layers: Sequence[Sequence[int]],
-        waits: bool = True,
+        waits: bool,
     ) -> bool:
         """Register the job."""
 

@@ -6,15 +6,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from perseus.agent.link.computation import Kind
+from perseus.agent.link.packets import ComputationMark, IterationMark, Registration, Reply, encode
 from perseus.agent.probe.attachment import Attachment, never_raises
+from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.marks import UnmarkableError
+from perseus.agent.probe.placement import Placement
 from tests.agent.marks_stub import MarksStub
+from tests.agent.probe.agent_stub import AgentStub, connect
 from tests.agent.probe.attached import ALONE, OTHER, beside, train
 
 
@@ -40,6 +45,24 @@ def test_nothing_of_ours_raises_into_training(
     (own, _) = exchange.poll("first", 2)
     assert own is not None
     assert own.lost == (f"{failing} fails" if failing != "register" else ""), "the other stages are notified"
+
+
+def test_the_first_iteration_does_not_wait_for_an_agent_that_is_slow_to_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = AgentStub(tmp_path / "agent.sock", [Reply(True)])  # to the hello, and nothing to the registration
+    attachment = Attachment(Placement(0, 1, 0, 1), connect(agent.path), LocalExchange())
+    for _ in range(2):
+        train(attachment)
+    (registration,) = [
+        each for each in agent.marks() if not isinstance(each, IterationMark | ComputationMark)
+    ]
+    assert isinstance(registration, Registration)
+    agent.connection.send(encode(Reply(False, "JOB_ALREADY_EXISTS", "its schedule differs")))
+    train(attachment)
+    assert caplog.messages == ["job[pipeline 0, stage 0, tensor 0]: job not registered: its schedule differs"]
+    attachment.detach()
+    agent.close()
 
 
 def test_a_marked_function_keeps_its_arguments_result_and_exceptions(marks: MarksStub) -> None:

@@ -223,6 +223,7 @@ def test_the_helper_sends_marks_and_finishing_waits_for_the_device() -> None:
         max_slowdown_percent=0,
         stage_work=["12 layers"],
         stage_layers=[[12]],
+        waits=False,
     )
     deadline_s = time.monotonic() + 5
     while len(probe.marks) < 2 and time.monotonic() < deadline_s:

@@ -6,12 +6,15 @@ for a future time: the thread keeps that time itself, however busy the agent is.
 
 A set with a transient error is retried before it counts as failed. A reset is retried until it succeeds or
 another clock is requested: until then the GPU may be locked.
+
+Whoever decides on clocks has to show that it still does (`renew`). If it has not for `LEASE_S`, as an event
+loop that hangs, the thread goes to stock by itself, and back to the requested clock when it is renewed.
 """
 
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import structlog
@@ -23,6 +26,9 @@ _log = structlog.get_logger(__name__)
 
 STOCK: Final = None
 """The target for the stock clocks."""
+
+LEASE_S = 5.0
+"""How long a clock outlives the last sign of whoever decides on it: longer than a busy host delays a loop."""
 
 _UNKNOWN_MHZ = -1
 
@@ -92,6 +98,11 @@ class ClockWorker:
         self._begun_at_s: float | None = None
         self._desired: _DesiredClock | None = None
         self._scheduled: _DesiredClock | None = None
+        # The last request that was taken up, the one to take up again after a lease that was over, and when
+        # that lease was renewed.
+        self._followed: _DesiredClock | None = None
+        self._suspended: _DesiredClock | None = None
+        self._renewed_at_s = 0.0
         self._closing = False
         self._in_force_mhz: int | None = _UNKNOWN_MHZ  # a crashed agent may have left any clock
         self._thread = threading.Thread(target=self._run, name=f"clocks of {gpu.uuid}", daemon=True)
@@ -121,6 +132,23 @@ class ClockWorker:
         """
         self._set_desired(self._desired, _DesiredClock(target_mhz, due_s))
 
+    def renew(self) -> None:
+        """Show that the caller still decides on the clock, as requests do; returns at once."""
+        with self._changed:
+            now_s, since_s = self._monotonic(), self._renewed_at_s
+            self._renewed_at_s = now_s
+            suspended, self._suspended = self._suspended, None
+            if suspended is not None:
+                self._desired, self._retried = replace(suspended, due_s=now_s), None
+                self._changed.notify()
+        if suspended is not None:
+            _log.warning(
+                "clock was at stock: nothing decided on it",
+                gpu=self._gpu.uuid,
+                clock_mhz=suspended.target_mhz,
+                for_s=round(now_s - since_s, 1),
+            )
+
     def close(self) -> None:
         """Carry out the last request, if it is still pending, and end the thread; blocks until then.
 
@@ -140,9 +168,10 @@ class ClockWorker:
         with self._changed:
             if self._closing:
                 raise RuntimeError(f"GPU {self._gpu.uuid}: its clock worker is closed")
+            if wanted is not self._desired:
+                self._retried = self._suspended = None
             self._desired, self._scheduled = wanted, scheduled
-            if wanted is not None:
-                self._retried = None
+            self._renewed_at_s = self._monotonic()
             self._changed.notify()
 
     def _run(self) -> None:
@@ -155,22 +184,40 @@ class ClockWorker:
         with self._changed:
             while True:
                 left_s: float | None = None
-                if self._scheduled is not None or self._retried is not None:
+                if self._scheduled is not None or self._retried is not None or self._is_leased:
                     left_s = self._take_due(self._monotonic())
                 desired, self._desired = self._desired, None
+                if desired is not None and self._suspended is None:
+                    self._followed = desired
                 if desired is not None or (self._closing and self._retried is None):
                     return desired
                 self._changed.wait(left_s)
 
+    @property
+    def _is_leased(self) -> bool:
+        return (
+            self._followed is not None and self._followed.target_mhz is not STOCK and self._suspended is None
+        )
+
     def _take_due(self, now_s: float) -> float | None:
         """Request the clock that is due by now; return how long until the next is due."""
         if self._scheduled is not None and self._scheduled.due_s <= now_s:
-            self._desired, self._scheduled, self._retried = self._scheduled, None, None
+            if self._suspended is None:
+                self._desired, self._retried = self._scheduled, None
+            else:
+                self._suspended = self._scheduled
+            self._scheduled = None
+        lease_end_s = self._renewed_at_s + LEASE_S
+        if self._is_leased and lease_end_s <= now_s:
+            self._suspended = self._desired or self._followed
+            self._desired, self._retried = _DesiredClock(STOCK, lease_end_s), None
         if self._retried is not None and self._retry_at_s <= now_s:
             self._desired, self._retried = self._retried, None
         dues_s = [self._scheduled.due_s] if self._scheduled is not None else []
         if self._retried is not None:
             dues_s.append(self._retry_at_s)
+        if self._is_leased:
+            dues_s.append(lease_end_s)
         return min(dues_s) - now_s if dues_s else None
 
     def _set(self, desired: _DesiredClock) -> None:

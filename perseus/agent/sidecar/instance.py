@@ -302,6 +302,7 @@ class Instance:
         if self._failure is not None:
             raise self._failure
         for gpu in self._gpus:
+            gpu.worker.renew()
             if gpu.under_way_s(now_s) > TIMEOUT_S:
                 raise GpuHungError(f"GPU {gpu.uuid}: expected the driver to answer within {TIMEOUT_S:g} s")
         if self.sources.has_restarted:

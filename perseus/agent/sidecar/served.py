@@ -250,6 +250,7 @@ class ServedRank:
                     self._note(message)
                     self._send(message)
         if isinstance(event, Tick) and not self._session.has_ended:
+            self._worker.renew()
             self._check_for_hung_calls()
 
     def _check_for_hung_calls(self) -> None:

@@ -12,7 +12,7 @@ from perseus.agent import Kind, Probe
 from perseus.agent.link.packets import Saving
 from perseus.agent.probe import agent_connection
 from perseus.agent.rank import join_state
-from perseus.agent.sidecar import admission
+from perseus.agent.sidecar import admission, clock_worker
 from perseus.agent.sidecar.shell import run, serving
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
@@ -323,6 +323,24 @@ async def test_sigterm_ends_the_agent_with_its_gpus_at_stock(
     assert gpu.sm_clock_mhz() == STOCK_MHZ
     assert coordinator.inbox.heard[-1].WhichOneof("message") == "goodbye"
     await trainer.stop()
+
+
+async def test_a_loop_that_hangs_leaves_the_gpu_at_stock_until_it_goes_on(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock_worker, "LEASE_S", 0.3)
+    coordinator = await start(Inbox())
+    async with serving(settings(tmp_path, coordinator.port)):
+        trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
+        await coordinator.until(lambda inbox: len(inbox.all("telemetry")) > 0, "telemetry")
+        coordinator.send(hold(version=1, start_iteration=trainer.iteration_count + 3))
+        await until(lambda: gpu.sm_clock_mhz() == HELD_MHZ, "the held clock")
+        deadline_s = time.monotonic() + 30
+        while gpu.sm_clock_mhz() != STOCK_MHZ:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)  # noqa: ASYNC251 - it hangs
+        await until(lambda: gpu.sm_clock_mhz() == HELD_MHZ, "the held clock again")
+        await trainer.stop()
 
 
 async def test_a_trainer_that_leaves_and_is_back_at_once_is_served(

@@ -282,6 +282,48 @@ def test_a_set_in_progress_is_visible() -> None:
     assert worker.under_way_s(time.monotonic() + 5) == 0.0
 
 
+def test_without_a_sign_of_who_decides_the_gpu_goes_to_stock_and_returns_with_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clock_worker, "LEASE_S", 0.05)
+    gpu = FakeGpu()
+    results: queue.Queue[ClockResult] = queue.Queue()
+    worker = ClockWorker(gpu, results.put)
+    worker.request(1200)
+    targets = [results.get(timeout=10).target_mhz]
+    worker.schedule(1400, due_s := time.monotonic() + 0.2)  # when nobody decides any more
+    targets.append(results.get(timeout=10).target_mhz)
+    while time.monotonic() < due_s:
+        time.sleep(0.001)
+    worker.renew()
+    targets += [results.get(timeout=10).target_mhz for _ in range(2)]
+    worker.request(1000)
+    targets += [results.get(timeout=10).target_mhz for _ in range(2)]
+    worker.close()
+    assert targets == [1200, STOCK, 1400, STOCK, 1000, STOCK]
+    assert gpu.sets == targets
+
+
+def test_a_worker_that_was_never_asked_for_a_clock_sets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for ranks that are only observed."""
+    monkeypatch.setattr(clock_worker, "LEASE_S", 0.0)
+    gpu = FakeGpu()
+    worker, _ = make_worker(gpu)
+    worker.renew()
+    worker.close()
+    assert not gpu.sets
+
+
+def test_a_clock_is_kept_while_its_lease_is_renewed() -> None:
+    gpu = FakeGpu()
+    worker, results = make_worker(gpu)  # the lease is five thousand readings of the time
+    worker.request(1200)
+    for _ in range(10_000):
+        worker.renew()
+    worker.close()
+    assert [result.target_mhz for result in results] == [1200]
+
+
 @given(targets=st.lists(st.sampled_from([1000, 1200, 1400, STOCK]), min_size=1, max_size=30))
 def test_the_last_request_is_in_force_in_the_end(targets: list[int | None]) -> None:
     gpu = FakeGpu()

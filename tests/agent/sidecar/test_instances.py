@@ -18,7 +18,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from perseus.agent import vllm
-from perseus.agent.sidecar import instance
+from perseus.agent.sidecar import clock_worker, instance
 from perseus.agent.sidecar.health_client import ask_instances
 from perseus.agent.sidecar.shell import serving
 from perseus.emulation.gpu import EmulatedGpu
@@ -184,6 +184,19 @@ async def test_all_gpus_of_an_instance_hold_one_clock_and_a_refusal_by_one_frees
         monkeypatch.setattr(EmulatedGpu, "set_clock_mhz", refuse)
         await until(lambda: not is_low(gpu) and not is_low(other), "stock on both")
     other.close()
+
+
+async def test_a_loop_that_hangs_leaves_the_gpu_at_stock_until_it_goes_on(
+    tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock_worker, "LEASE_S", 0.3)
+    async with running(tmp_path, gpu):
+        await until(lambda: is_low(gpu), "a low clock")
+        deadline_s = time.monotonic() + 30
+        while is_low(gpu):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)  # noqa: ASYNC251 - it hangs
+        await until(lambda: is_low(gpu), "a low clock")
 
 
 async def test_stock_a_second_after_the_last_statistics_and_then_the_gpu_is_free(

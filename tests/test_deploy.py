@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from pydantic import BaseModel
 
 from perseus import configuration
-from perseus.agent.restore.supervisor import STOP_S
+from perseus.agent.restore.supervisor import SILENCE_S, STOP_S
 from perseus.agent.sidecar.instance_settings import InstanceSettings
 from perseus.agent.sidecar.local import _FILES_FOR_ALL_ELSE, _MAX_CONNECTIONS
 from perseus.agent.sidecar.settings import AgentSettings
@@ -108,6 +109,19 @@ def test_commands_are_parsed(key: str) -> None:
     assert context.params["restore"] == (key == "ExecStopPost")
 
 
+@pytest.mark.parametrize("name", ["agent", "coordinator"])
+def test_liveness_is_an_answer_in_good_time_whatever_it_is(name: str) -> None:
+    text = (DEPLOY / "helm" / "perseus" / "templates" / f"{name}.yaml").read_text()
+    probe = yaml.safe_load(text.partition("livenessProbe:")[2].partition("          resources:")[0])
+    perseus, command, *flags = probe["exec"]["command"]
+    assert (perseus, command) == (INSTALLED, "health")
+    health = typer.main.get_group(app).get_command(None, command)  # type: ignore[arg-type]
+    assert health is not None
+    given = health.make_context(command, flags).params
+    assert given["alive"]
+    assert given["timeout_s"] + 5 <= probe["timeoutSeconds"] <= probe["periodSeconds"]
+
+
 def test_the_settings_in_the_unit_s_comment_are_valid() -> None:
     settings = configuration.load(AgentSettings, None, shown_settings(UNIT))
     assert settings.tls_files == TlsFiles(
@@ -194,6 +208,11 @@ def test_records_outlive_the_service() -> None:
     assert service["StateDirectory"] == "perseus"
     assert "RemainAfterExit" not in service
     assert service["KillMode"] == "mixed"
+
+
+def test_systemd_waits_longer_for_the_supervisor_than_that_for_the_agent() -> None:
+    assert int(unit()["WatchdogSec"]) > SILENCE_S
+    assert unit()["WatchdogSignal"] == "SIGKILL", "the only one that ends a process that is stopped"
 
 
 def test_a_stop_finishes_before_systemd_s_time_out() -> None:

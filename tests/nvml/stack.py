@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perseus.agent.link.computation import Kind
+from perseus.agent.restore.supervisor import SILENCE_S
+from perseus.agent.sidecar import clock_worker
 from perseus.demo import nvml_stub
 from perseus.demo.nvml_stub import NO_LOCKS, Locks
 from perseus.demo.security import Security
@@ -55,6 +57,7 @@ class Stack:
         self.security = Security(folder / "security")
         self._environment = {
             **nvml_stub.environment(library, self.gpu_folder),
+            "PYTHONPATH": str(Path(__file__).parent / "hangs"),
             **self.security.of_agent(),
         }
         if trainer_uid is not None:
@@ -63,6 +66,8 @@ class Stack:
             os.chown(self.gpu_folder, trainer_uid, trainer_uid)
         self._port = 0
         self._job_count = 0
+        self.outputs: dict[str, int] = {}
+        """File descriptors for the output of processes by name, in place of their logs."""
         self.trainers_have_children = False
         """Set the trainers started from now on; children outlive their trainer."""
         self.coordinator: subprocess.Popen[bytes] | None = None
@@ -137,9 +142,9 @@ class Stack:
         self.until(has_child, "agent's process")
         return int(found[0])
 
-    def kill_agent(self) -> None:
-        """Kill the agent with SIGKILL; its supervisor lives."""
-        os.kill(self.agent_pid(), signal.SIGKILL)
+    def signal_agent(self, number: signal.Signals) -> None:
+        """Kill the agent, or let it hang; its supervisor lives."""
+        os.kill(self.agent_pid(), number)
         self.socket.unlink(missing_ok=True)  # to wait for the next agent's
 
     def is_locked(self) -> bool:
@@ -269,11 +274,11 @@ class Stack:
         return self._run(name, [sys.executable, "-m", module, *arguments], **environment)
 
     def _run(self, name: str, command: list[str], **environment: str) -> "subprocess.Popen[bytes]":
-        with (self.folder / f"{name}.log").open("wb") as output:
+        with (self.folder / f"{name}.log").open("wb") as log:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=self.outputs.get(name, log),
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **_ONE_THREAD, **environment},
             )
@@ -292,12 +297,26 @@ def _kill(process: "subprocess.Popen[bytes] | None") -> None:
 
 
 def agent_sigkill(stack: Stack) -> None:
-    stack.kill_agent()
+    stack.signal_agent(signal.SIGKILL)
 
 
 def agent_sigterm(stack: Stack) -> None:
     assert stack.supervisor is not None
     stack.supervisor.terminate()
+
+
+def agent_sigstop(stack: Stack) -> None:
+    stack.signal_agent(signal.SIGSTOP)
+
+
+def agent_holds_gil(stack: Stack) -> None:
+    stack.signal_agent(signal.SIGUSR1)  # see the folder `hangs`
+
+
+def agent_loop_hangs(stack: Stack) -> None:
+    assert stack.supervisor is not None
+    stack.supervisor.send_signal(signal.SIGSTOP)  # the agent's other thread has to let go of the clock
+    stack.signal_agent(signal.SIGUSR2)
 
 
 def trainer_sigkill(stack: Stack) -> None:
@@ -323,13 +342,16 @@ def coordinator_sigkill(stack: Stack) -> None:
 def all_sigkill(stack: Stack) -> None:
     _kill(stack.coordinator)
     _kill(stack.trainer)
-    stack.kill_agent()
+    stack.signal_agent(signal.SIGKILL)
 
 
 # kill → seconds within which the GPU must be at stock.
 KILLS: dict[str, tuple[Callable[[Stack], None], float]] = {
     "agent SIGKILL": (agent_sigkill, 5.0),
     "agent SIGTERM": (agent_sigterm, 5.0),
+    "agent SIGSTOP": (agent_sigstop, SILENCE_S + 10.0),
+    "agent holds its GIL": (agent_holds_gil, SILENCE_S + 10.0),
+    "agent's loop hangs, without supervisor": (agent_loop_hangs, clock_worker.LEASE_S + 5.0),
     "trainer SIGKILL": (trainer_sigkill, 5.0),
     "trainer SIGKILL, children live on": (trainer_with_children_sigkill, 5.0),
     "trainer hangs": (trainer_hangs, 5.0),
@@ -363,9 +385,10 @@ def try_kill(stack: Stack, name: str, delay_s: float) -> Outcome:
         restored_after_s = stack.until_lasting_stock(f"stock after {name}", limit_s)
     else:
         restored_after_s = stack.until(stack.is_at_stock, f"stock after {name}", limit_s)
-    if kill in (agent_sigkill, agent_sigterm, all_sigkill):
+    if kill in (agent_sigkill, agent_sigterm, all_sigkill, agent_sigstop, agent_holds_gil, agent_loop_hangs):
         assert stack.supervisor is not None
-        status = stack.supervisor.wait(10)
+        stack.supervisor.send_signal(signal.SIGCONT)
+        status = stack.supervisor.wait(SILENCE_S + 10.0)
         assert status == (0 if kill is agent_sigterm else 128 + signal.SIGKILL)
     if kill in (trainer_sigkill, trainer_with_children_sigkill, all_sigkill):
         assert stack.trainer is not None

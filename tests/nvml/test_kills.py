@@ -1,5 +1,8 @@
 """After any process's death the GPU returns to stock without a record. `make torture` kills more."""
 
+import contextlib
+import os
+import select
 import signal
 import time
 from collections.abc import Iterator
@@ -8,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from perseus.demo.nvml_stub import Locks
-from tests.nvml.stack import KILLS, Stack, try_kills
+from tests.nvml.stack import KILLS, START_TIMEOUT_S, Stack, try_kills
 
 pytestmark = pytest.mark.slow("real processes train, and are killed")
 
@@ -34,7 +37,7 @@ def test_after_agent_and_supervisor_are_killed_the_next_agent_restores_and_conti
     stack.until(stack.is_locked, "a locked clock")
     assert stack.supervisor is not None
     stack.supervisor.send_signal(signal.SIGSTOP)  # so that it neither restores nor notices
-    stack.kill_agent()
+    stack.signal_agent(signal.SIGKILL)
     stack.supervisor.kill()
     stack.supervisor.wait()
     time.sleep(0.5)
@@ -53,7 +56,7 @@ def test_restoring_by_hand_to_the_operators_range(stack: Stack) -> None:
     stack.until(stack.is_locked, "a locked clock")
     assert stack.supervisor is not None
     stack.supervisor.send_signal(signal.SIGSTOP)
-    stack.kill_agent()
+    stack.signal_agent(signal.SIGKILL)
     stack.supervisor.kill()
     stack.supervisor.wait()
     done = stack.run_agent_command("--restore")
@@ -75,3 +78,21 @@ def test_an_agent_whose_supervisor_is_killed_restores_and_ends(stack: Stack) -> 
     stack.until(stack.is_at_stock, "stock", 5.0)
     assert stack.trainer is not None
     assert stack.trainer.poll() is None, "training continues"
+
+
+@pytest.mark.timeout(180)
+def test_an_agent_that_blocks_on_its_log_lets_go_of_the_clock(stack: Stack) -> None:
+    reading, stack.outputs["agent"] = os.pipe()
+    stack.start()
+    stack.until(stack.is_locked, "a locked clock")
+    filling = os.open(f"/proc/self/fd/{stack.outputs['agent']}", os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(filling, bytes(select.PIPE_BUF)):
+            pass
+    assert stack.coordinator is not None
+    assert stack.supervisor is not None
+    stack.coordinator.kill()  # which the agent logs
+    stack.until(stack.is_at_stock, "stock")
+    assert stack.supervisor.wait(START_TIMEOUT_S) == 128 + signal.SIGKILL, "the supervisor saw no beats"
+    for descriptor in (reading, filling, stack.outputs["agent"]):
+        os.close(descriptor)

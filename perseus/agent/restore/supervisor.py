@@ -1,9 +1,9 @@
-"""The agent's parent: restores the GPUs when the agent dies before it has done so itself.
+"""The agent's parent: restores the GPUs when the agent dies, or hangs, before it has done so itself.
 
 `python -m perseus.agent.restore.supervisor COMMAND …` runs the agent, forwards termination signals to it, and
 waits. If the agent ends with an error or by a signal (SIGKILL, the OOM killer, a crash), the supervisor runs
 the same command with `--restore`, up to a number of times, until that succeeds. Then it ends with the agent's
-status.
+status. An agent that has begun to send beats and sends none for `SILENCE_S` is killed first.
 
 It is small, touches neither GPU nor network and imports the standard library only, so that a cause that kills
 the agent is unlikely to kill it, too: the OOM killer takes bigger processes first, and root's supervisor is
@@ -12,7 +12,9 @@ exempt. The remaining cases:
     dies                            restored by
     ------------------------------- --------------------------------------------------------------------------
     agent                           the supervisor
+    agent hangs or is stopped       its own thread that sets clocks, if that still runs; then the supervisor
     supervisor                      the agent: it stops at the lifeline's end as on SIGTERM
+    supervisor hangs or is stopped  systemd (WatchdogSec), which kills it
     agent and supervisor            systemd (ExecStopPost), the next agent to start, or --restore by hand
     agent, and the --restore run    the supervisor, which retries
     the node                        its boot (a lock ends with the driver); the next agent removes the record
@@ -23,7 +25,9 @@ exempt. The remaining cases:
 import contextlib
 import math
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,7 +35,10 @@ from collections.abc import Callable
 from types import FrameType
 
 LIFELINE = "PERSEUS_LIFELINE"
-"""Environment variable with the file descriptor whose other end the supervisor holds."""
+"""Environment variable with the file descriptor whose other end the supervisor holds; it takes beats."""
+
+SILENCE_S = 10.0
+"""Time without a beat after which the agent counts as hung; its clock workers let go of clocks sooner."""
 
 STOP_S = 16.0
 """Time limit from the first signal to the end, whatever hangs; service managers wait longer.
@@ -53,26 +60,32 @@ def main(command: list[str]) -> int:
     """Run the agent and restore its GPUs if it fails; return the exit status."""
     usual_oom_score = _set_oom_score(_OOM_EXEMPT)
     stop = _Stop()
-    lifeline, held = os.pipe()
+    held, lifeline = socket.socketpair()
+    beats = _Beats(held)
     # In a new session, so that the terminal's Ctrl-C reaches the agent only once, from here.
     agent = subprocess.Popen(
         command,
-        env={**os.environ, LIFELINE: str(lifeline)},
-        pass_fds=[lifeline],
+        env={**os.environ, LIFELINE: str(lifeline.fileno())},
+        pass_fds=[lifeline.fileno()],
         start_new_session=True,
         preexec_fn=lambda: _set_oom_score(usual_oom_score),
     )
-    os.close(lifeline)
+    lifeline.close()
     stop.forward_to(agent)
-    status = _wait(agent, lambda: stop.left_s(_AGENT_STOP_S))
+    status = _wait(agent, lambda: min(stop.left_s(_AGENT_STOP_S), beats.left_s()))
+    killed = ""
     if status is None:
         agent.kill()
-        print(f"perseus: the agent did not end within {_AGENT_STOP_S:g} s and was killed", file=sys.stderr)
+        did_not_end = f"did not end within {_AGENT_STOP_S:g} s"
+        killed = did_not_end if beats.left_s() > 0 else f"has hung for {SILENCE_S:g} s"
         end_s = time.monotonic() + _PAUSE_S
         status = _wait(agent, lambda: end_s - time.monotonic())  # no signal ends a hanging driver call
-    if status != 0 and not _restore([*command, "--restore"], stop):
-        print("perseus: GPUs not restored: see above, then try perseus agent --restore", file=sys.stderr)
-    os.close(held)
+    is_restored = status == 0 or _restore([*command, "--restore"], stop)
+    if killed:  # said last: whoever reads standard error may be why it hung
+        _say(f"perseus: the agent {killed} and was killed\n")
+    if not is_restored:
+        _say("perseus: GPUs not restored: see above, then try perseus agent --restore\n")
+    held.close()
     if status is None:
         return 128 + signal.SIGKILL
     return status if status >= 0 else 128 - status
@@ -104,10 +117,31 @@ class _Stop:
         return math.inf if self._asked_s is None else self._asked_s + timeout_s - time.monotonic()
 
 
+class _Beats:
+    """The agent's signs of life, which it sends as long as its event loop runs."""
+
+    def __init__(self, held: socket.socket) -> None:
+        held.setblocking(False)
+        self._held = held
+        self._asked_s = 0.0
+        self._silent_s = -math.inf
+
+    def left_s(self) -> float:
+        """Return the time until the agent counts as hung; infinite before its first beat."""
+        asked_s, self._asked_s = self._asked_s, time.monotonic()
+        # What pauses a node or a container pauses both processes, and is no silence of the agent.
+        self._silent_s += min(self._asked_s - asked_s, 2 * _PAUSE_S)
+        with contextlib.suppress(OSError):
+            if self._held.recv(4096):
+                self._silent_s = 0.0
+        return SILENCE_S - self._silent_s
+
+
 def _wait(process: "subprocess.Popen[bytes]", left_s: Callable[[], float]) -> int | None:
     """Wait for a process and return its status, or None once no time is left; a signal may shorten it."""
     begun_s = time.monotonic()
     while (status := process.poll()) is None:
+        _pet_watchdog()
         if left_s() <= 0:
             return None
         # A signal's handler runs at once, but the wait continues; its change takes effect after this.
@@ -129,16 +163,38 @@ def _restore(command: list[str], stop: _Stop) -> bool:
 
 def _restore_once(command: list[str], stop: _Stop) -> bool:
     end_s = time.monotonic() + _ATTEMPT_TIMEOUT_S
-    try:
-        restoring = subprocess.Popen(command, start_new_session=True)
-    except OSError as error:
-        print(f"perseus: restoring: {error}", file=sys.stderr)
-        return False
-    status = _wait(restoring, lambda: min(end_s - time.monotonic(), stop.left_s(STOP_S)))
+    with open(os.memfd_create("output"), "w+b") as output:
+        try:
+            restoring = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        except OSError as error:
+            _say(f"perseus: restoring: {error}\n")
+            return False
+        status = _wait(restoring, lambda: min(end_s - time.monotonic(), stop.left_s(STOP_S)))
+        output.seek(0)
+        _say(output.read().decode(errors="replace"))
     if status is None:
         restoring.kill()  # do not wait: no signal ends a hanging driver call
-        print("perseus: restoring timed out", file=sys.stderr)
+        _say("perseus: restoring timed out\n")
     return status == 0
+
+
+def _say(text: str) -> None:
+    """Write to standard error as far as somebody reads it: nothing that restores may wait for that."""
+    data = text.encode()
+    with contextlib.suppress(OSError, ValueError):
+        for begin in range(0, len(data), select.PIPE_BUF):  # there is room for that many where it is writable
+            if not select.select([], [sys.stderr], [], _PAUSE_S)[1]:
+                return
+            os.write(sys.stderr.fileno(), data[begin : begin + select.PIPE_BUF])
+
+
+def _pet_watchdog() -> None:
+    """Tell systemd that this process runs, if its unit has WatchdogSec (sd_notify(3))."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if address is not None and "WATCHDOG_USEC" in os.environ:
+        kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as notify:
+            notify.sendto(b"WATCHDOG=1", "\0" + address[1:] if address.startswith("@") else address)
 
 
 def _set_oom_score(score: str) -> str:

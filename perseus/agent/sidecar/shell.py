@@ -48,6 +48,7 @@ from perseus.agent.sidecar.uplink import Uplink
 _log = structlog.get_logger(__name__)
 
 _TICK_S = 0.1
+_BEAT_S = 0.5
 _STOP_S = 5.0
 # Marks and clocks must not wait Python's 5 ms for the thread that computes energy estimates.
 _SWITCH_INTERVAL_S = 0.0005
@@ -56,7 +57,8 @@ _SWITCH_INTERVAL_S = 0.0005
 async def run(settings: AgentSettings, lifeline: int | None = None) -> None:
     """Serve this node's trainers until SIGTERM or SIGINT, or until the supervisor is gone.
 
-    `lifeline` is a file descriptor that becomes readable when the supervisor's end of it is closed.
+    `lifeline` is a file descriptor that becomes readable when the supervisor's end of it is closed; it takes
+    beats, from when the agent serves until it has restored its GPUs.
 
     Raises:
         OSError: the local socket can't be opened.
@@ -71,18 +73,32 @@ async def run(settings: AgentSettings, lifeline: int | None = None) -> None:
         loop.add_signal_handler(number, stop.set)
     if lifeline is not None:
         loop.add_reader(lifeline, stop.set)
+    beating: asyncio.Task[None] | None = None
     try:
         async with serving(settings) as failure:
+            if lifeline is not None:
+                beating = asyncio.create_task(_beat(lifeline))
             stopped = asyncio.create_task(stop.wait())
             await asyncio.wait([stopped, failure], return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
             if failure.done():
                 failure.result()
     finally:
+        if beating is not None:
+            beating.cancel()
         if lifeline is not None:
             loop.remove_reader(lifeline)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+async def _beat(lifeline: int) -> None:
+    """Show the supervisor that the event loop runs."""
+    os.set_blocking(lifeline, False)
+    while True:
+        with contextlib.suppress(OSError):  # it is stopped, or gone
+            os.write(lifeline, b".")
+        await asyncio.sleep(_BEAT_S)
 
 
 @asynccontextmanager

@@ -1,14 +1,19 @@
 """The supervisor with a shell script in place of the agent, which gets the agent's arguments."""
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from perseus.agent.restore import supervisor
 
 SUPERVISOR = [sys.executable, "-m", "perseus.agent.restore.supervisor"]
 
@@ -22,6 +27,7 @@ with (here / "calls").open("a") as calls:
 if sys.argv[-1] == "--restore":
     if (here / "hang").exists():
         time.sleep(60)
+    print(4096 * "restoring ", file=sys.stderr, flush=True)
     left = (here / "failures").read_text().splitlines()
     (here / "failures").write_text("".join(line + "\\n" for line in left[1:]))
     sys.exit(1 if left else 0)
@@ -37,6 +43,9 @@ if sys.argv[2] == "fail":
     sys.exit(3)
 if sys.argv[2] == "finish":
     sys.exit(0)
+if sys.argv[2] == "stop":
+    os.write(int(os.environ["PERSEUS_LIFELINE"]), b".")
+    os.kill(os.getpid(), signal.SIGSTOP)
 os.read(int(os.environ["PERSEUS_LIFELINE"]), 1)
 (here / "end").write_text("its supervisor is gone")
 """
@@ -46,19 +55,24 @@ os.read(int(os.environ["PERSEUS_LIFELINE"]), 1)
 HASTY = """
 import sys
 from perseus.agent.restore import supervisor
-supervisor.STOP_S, supervisor._AGENT_STOP_S, supervisor._PAUSE_S = 1.2, 0.4, 0.1
+supervisor.STOP_S, supervisor._AGENT_STOP_S, supervisor._PAUSE_S, supervisor.SILENCE_S = 1.2, 0.4, 0.1, 1.0
 sys.exit(supervisor.main(sys.argv[1:]))
 """
 
 
 class Supervised:
     def __init__(
-        self, folder: Path, argument: str, failures: int = 0, supervisor: Sequence[str] = SUPERVISOR
+        self,
+        folder: Path,
+        argument: str,
+        failures: int = 0,
+        supervisor: Sequence[str] = SUPERVISOR,
+        **options: Any,
     ) -> None:
         self.folder = folder
         (folder / "failures").write_text("x\n" * failures)
         agent = [sys.executable, "-S", "-c", AGENT, str(folder), argument]
-        self.process = subprocess.Popen([*supervisor, *agent])
+        self.process = subprocess.Popen([*supervisor, *agent], **options)
 
     def agent_pid(self) -> int:
         return int(self.until("pid"))
@@ -145,3 +159,52 @@ def test_a_stop_ends_restoring_after_an_agents_death(tmp_path: Path) -> None:
         time.sleep(0.01)
     supervised.process.send_signal(signal.SIGTERM)
     assert supervised.end() == (3, ["fail", "fail --restore"])
+
+
+def test_an_agent_whose_beats_cease_is_killed_and_its_gpus_restored(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, "stop", supervisor=[sys.executable, "-c", HASTY])
+    assert supervised.end() == (128 + signal.SIGKILL, ["stop", "stop --restore"])
+
+
+def test_what_pauses_agent_and_supervisor_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, lifeline = socket.socketpair()
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    beats = supervisor._Beats(held)
+    with held, lifeline:
+        now_s += 3600  # not serving yet
+        assert beats.left_s() == float("inf")
+        lifeline.send(b".")
+        assert beats.left_s() == supervisor.SILENCE_S
+        now_s += 3600  # the node was suspended
+        assert beats.left_s() >= supervisor.SILENCE_S - 1
+        for beat in 10 * [b"."] + 20 * [b""]:
+            now_s += 0.5
+            lifeline.send(beat)
+            left_s = beats.left_s()
+        assert left_s == supervisor.SILENCE_S - 10
+
+
+def test_gpus_are_restored_though_nobody_reads_standard_error(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, bytes(4096))
+    os.set_blocking(writing, True)
+    supervised = Supervised(tmp_path, "fail", supervisor=[sys.executable, "-c", HASTY], stderr=writing)
+    assert supervised.end() == (3, ["fail", "fail --restore"])
+    os.close(reading)
+    os.close(writing)
+
+
+def test_systemd_hears_that_the_supervisor_runs(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(10)
+        environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "30000000"}
+        supervised = Supervised(tmp_path, "serve", env={**os.environ, **environment})
+        supervised.agent_pid()
+        assert [systemd.recv(64) for _ in range(3)] == 3 * [b"WATCHDOG=1"]
+        supervised.process.terminate()
+        assert supervised.end() == (0, ["serve"])

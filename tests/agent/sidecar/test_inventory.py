@@ -99,11 +99,14 @@ async def test_an_agents_health_depends_on_its_gpus(
             answer = await asyncio.to_thread(ask_health, settings.socket, 10.0)
             assert (answer.ok, answer.reason) == (False, "NO_GPU")
             with pytest.raises(typer.Exit) as end:
-                await asyncio.to_thread(_ask_agent, settings.socket, 10.0, Format.JSON)
+                await asyncio.to_thread(_ask_agent, settings.socket, 10.0, Format.JSON, False)
             assert end.value.exit_code == 1
+            await asyncio.to_thread(_ask_agent, settings.socket, 10.0, Format.TABLE, True)
     output = capsys.readouterr()
     assert "error: expected an agent that serves, found GPUs: 0; ranks: 0; " in output.err
-    found = json.loads(output.out)
+    as_json, _, as_table = output.out.partition("}\n")
+    assert as_table.startswith("GPUs: 0; ranks: 0; "), "it is alive"
+    found = json.loads(as_json + "}")
     assert (found["who"], found["is_serving"]) == ("agent", False)
     assert found["status"].startswith("GPUs: 0; ranks: 0; ")
     EmulatedGpu.create(gpus / "0", A100_SXM, "GPU-0").close()

@@ -68,8 +68,14 @@ def _merge(repeated: list[Measurement]) -> Measurement:
         return measured[0]
     time_s, time_se_s = _mean([(m.time_s, m.time_se_s) for m in measured])
     energy_j, energy_se_j = _mean([(m.energy_j, m.energy_se_j) for m in measured])
+    common_se_s = max(m.time_common_se_s for m in measured)  # it does not average out
     return replace(
-        measured[0], time_s=time_s, energy_j=energy_j, time_se_s=time_se_s, energy_se_j=energy_se_j
+        measured[0],
+        time_s=time_s,
+        energy_j=energy_j,
+        time_se_s=max(time_se_s, common_se_s),
+        energy_se_j=energy_se_j,
+        time_common_se_s=common_se_s,
     )
 
 

@@ -26,6 +26,9 @@ _MAX = {
     "time_common_se_s": MAX_TIME_S,
 }
 
+_ROUNDED = 1 + 1e-6
+"""Estimates are rounded to nine digits (`round_estimate`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
@@ -35,7 +38,7 @@ class Measurement:
     The standard errors are those of the same two figures; 0 means unknown. ``interpolated`` marks a clock
     that was not measured itself (see :mod:`perseus.solver.measurements`). ``time_common_se_s`` is the part of
     ``time_se_s`` that is the same error in all computations of the pipeline (the root of its share in the
-    square), 0 for what was measured by itself.
+    square, so at most all of it), 0 for what was measured by itself.
 
     Raises:
         ProfileError: a figure is not finite, not positive (standard errors: negative), or out of bounds
@@ -69,6 +72,13 @@ class Measurement:
                 raise ProfileError(
                     f"{name}: expected at most {maximum:g}, found {value:g}", field=name, found=value
                 )
+        if self.time_common_se_s > _ROUNDED * self.time_se_s:
+            raise ProfileError(
+                f"time_common_se_s: expected at most time_se_s, {self.time_se_s:g}, "
+                f"found {self.time_common_se_s:g}",
+                field="time_common_se_s",
+                found=self.time_common_se_s,
+            )
         if self.energy_j < MIN_ENERGY_J:
             raise ProfileError(
                 f"energy_j: expected at least {MIN_ENERGY_J:g}, found {self.energy_j}",

@@ -252,6 +252,7 @@ class _Model:
                 time_s=m.time_s * in_time,
                 energy_j=m.energy_j * in_energy,
                 time_se_s=m.time_se_s * in_time,
+                time_common_se_s=m.time_common_se_s * in_time,
                 energy_se_j=m.energy_se_j * in_energy,
             )
             for m in self._pipeline.profiles[key]

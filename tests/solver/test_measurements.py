@@ -31,6 +31,11 @@ def test_weights_are_inverse_variances() -> None:
     assert merged.energy_se_j == pytest.approx(math.sqrt(0.8))
 
 
+def test_what_errors_have_in_common_does_not_average_out() -> None:
+    (merged,) = merge_measurements(Measurement(900, 0.1, 10.0, 1e-3, 2.0, False, 0.9e-3) for _ in range(4))
+    assert merged.time_se_s == merged.time_common_se_s == 0.9e-3
+
+
 def test_without_errors_the_mean_is_plain_and_its_error_is_the_scatter() -> None:
     (merged,) = merge_measurements([Measurement(900, 0.1, 10.0), Measurement(900, 0.2, 40.0, 1e-3, 0.0)])
     assert (merged.time_s, merged.energy_j) == pytest.approx((0.15, 25.0))

@@ -1,6 +1,7 @@
 """Measurements, Pareto options and hulls."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -55,6 +56,14 @@ def test_figures_out_of_bounds_are_refused(name: str, value: float) -> None:
     with pytest.raises(ProfileError, match=rf"{name}: expected at (most|least) .* found") as caught:
         Measurement(**figures)
     assert caught.value.details["field"] == name
+
+
+def test_a_common_error_is_a_part_of_the_error() -> None:
+    """The rest has no square root, and no margin of the whole would cover it."""
+    measured = Measurement(1410, 0.05, 20.0, time_se_s=0.001)
+    assert replace(measured, time_common_se_s=0.001 * (1 + 1e-9))  # rounded
+    with pytest.raises(ProfileError, match=r"time_common_se_s: expected at most time_se_s, .* found"):
+        replace(measured, time_common_se_s=0.002)
 
 
 def test_pareto_is_on_effective_energy() -> None:

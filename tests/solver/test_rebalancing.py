@@ -1,6 +1,7 @@
 """Advice on layers, against pipelines that are built with other layers from the start."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -66,6 +67,18 @@ def test_a_move_leads_to_the_pipeline_of_those_layers(heavy_head: Rebalancing) -
             for assumed, m in zip(step.frontier.pipeline.profiles[key], measured, strict=True):
                 assert assumed.time_s == pytest.approx(m.time_s)
                 assert assumed.energy_j == pytest.approx(m.energy_j)
+
+
+def test_errors_move_with_the_layers(heavy_head: Rebalancing) -> None:
+    pipeline = heavy_head.present.frontier.pipeline
+    profiles = {
+        key: tuple(replace(m, time_se_s=0.01 * m.time_s, time_common_se_s=0.01 * m.time_s) for m in some)
+        for key, some in pipeline.profiles.items()
+    }
+    noisy = solve(replace(pipeline, profiles=profiles), point_count=3)
+    for some in rebalance(noisy, [4, 4, 4, 4]).steps[0].frontier.pipeline.profiles.values():
+        for m in some:
+            assert m.time_common_se_s == pytest.approx(m.time_se_s) == 0.01 * m.time_s
 
 
 def test_what_is_no_layer_is_found_in_the_last_stage(heavy_head: Rebalancing) -> None:

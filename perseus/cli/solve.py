@@ -102,8 +102,9 @@ def solve(
         float,
         typer.Option(
             min=50.0,
-            max=99.9,
-            help="Least probability that a plan keeps its iteration time, by the standard errors.",
+            max=99.999,
+            help="Least probability that a plan keeps its iteration time, by the standard errors. No more "
+            "than 99.98 is promised.",
         ),
     ] = 95.0,
     assume_error_percent: Annotated[
@@ -189,6 +190,11 @@ def solve(
     elif microbatches is None:
         fail("--microbatches: expected the number of microbatches of an iteration, found none")
     waiting = _blocking_power_w(blocking_power_w)
+    if confidence_percent / 100 > solver.MAX_CONFIDENCE:
+        warn(
+            f"--confidence-percent: a margin can be shown to suffice in {100 * solver.MAX_CONFIDENCE:.2f} of "
+            f"100 cases at most, found {confidence_percent:g}: plans promise no more than that"
+        )
 
     def read(path: Path) -> "Pipeline":
         measured = solver.read_profile_csv(path, gpus_per_stage)

@@ -20,7 +20,7 @@ from perseus.solver.errors import (
 from perseus.solver.frontier import Frontier, FrontierPoint, Refinement, plan_at, solve, with_margin
 from perseus.solver.lag import common_lag_s, explaining_lag_s, predicted_iteration_time_s, with_lag
 from perseus.solver.latency import LatencyReplay, replay_with_latency
-from perseus.solver.margin import Margin
+from perseus.solver.margin import MAX_CONFIDENCE, Margin
 from perseus.solver.measurements import interpolate_clocks, merge_measurements
 from perseus.solver.named_schedules import (
     dual_pipe_v,
@@ -45,6 +45,7 @@ from perseus.solver.waiting import BlockingPower, blocking_of_stages
 
 __all__ = [
     "MAX_CLOCK_MHZ",
+    "MAX_CONFIDENCE",
     "MAX_LAYER_COUNT",
     "MAX_POWER_W",
     "MAX_TIME_S",

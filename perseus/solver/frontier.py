@@ -15,6 +15,7 @@ from perseus.solver.errors import DeadlineError, SolverError
 from perseus.solver.graph import EventGraph, build_event_graph, convex_hulls
 from perseus.solver.latency import check_clocks, check_latency
 from perseus.solver.margin import (
+    MAX_CONFIDENCE,
     Emulation,
     Margin,
     check_confidence,
@@ -280,14 +281,16 @@ def solve(
     only. The default is 0 up to 4096 computations, and 0.002 beyond.
 
     ``confidence`` is the probability with which plans keep their iteration times, as far as the standard
-    errors of the measured times show; it adds a margin (:mod:`perseus.solver.margin`).
+    errors of the measured times show; it adds a margin (:mod:`perseus.solver.margin`), which says the
+    probability that is kept if that is less (`MAX_CONFIDENCE`).
 
     ``on_progress`` is called with the share of the work that is done, from 0 to 1, several times per plan; an
     exception from it ends the work. A frontier of a single iteration time has a single point.
 
     Raises:
         SolverError: ``point_count`` is below 3 (T_min, T*, T_slow), the tolerance is no share, the confidence
-            no probability from 0.5 to less than 1, or the latency no finite number of 0 or more.
+            no probability from 0.5 to less than 1, or the latency no finite number of 0 or more; or standard
+            errors are out of all proportion to the times.
         ProfileError: there is a latency, and settings are more than a clock
             (:func:`perseus.solver.latency.check_clocks`).
     """
@@ -310,6 +313,7 @@ def solve(
         check_confidence(confidence)
     if confidence is None or not has_errors(pipeline):
         return _solve(pipeline, point_count, hull_tolerance, set_latency_s, report)
+    confidence = min(confidence, MAX_CONFIDENCE)
     emulation = Emulation(pipeline, confidence)
     # Few plans show approximately which margin all of them need.
     frontier = _solve(

@@ -36,9 +36,14 @@ _LATE_DRAWS = 50
 _MAX_DRAWS = 20_000
 _MAX_CELLS = 1_000_000
 """Computations times draws that are replayed at once."""
+_MAX_TOTAL_PS = 2.0**62
+"""Of all computations; what comes before and between them has as much, so that no sum overflows."""
 
-_ERROR_COUNTS = np.arange(0.0, 6.0, 0.02)
-"""Margins to choose from, in standard errors. Of 20,000 draws, none of any error is beyond them."""
+MAX_CONFIDENCE = _MAX_DRAWS / (_MAX_DRAWS + 4)
+"""The most that so many draws show if none of them may be late, less two standard deviations."""
+
+_ERROR_STEP = 0.02
+"""Margins to choose from are multiples of this, in standard errors."""
 
 _FIRST_SHARE = 0.5
 """The first margin, as a share of what a single computation needs: errors of several average out."""
@@ -49,7 +54,8 @@ class Margin:
     """The margin that was added to measured times.
 
     Attributes:
-        confidence: the probability with which a plan keeps its iteration time.
+        confidence: the probability with which a plan keeps its iteration time: the requested one, at most
+            `MAX_CONFIDENCE`.
         error_count: standard errors added to each time.
         time_share: the resulting increase of the all-max iteration time, as a share.
     """
@@ -106,7 +112,11 @@ def padded(pipeline: Pipeline, error_count: float) -> Pipeline:
 
 
 class Emulation:
-    """Replays plans on times as they may truly be, given the measured ones and their standard errors."""
+    """Replays plans on times as they may truly be, given the measured ones and their standard errors.
+
+    Raises:
+        SolverError: errors are so large, compared with the times, that replayed times overflow.
+    """
 
     def __init__(self, pipeline: Pipeline, confidence: float) -> None:
         graph = build_event_graph(pipeline)
@@ -124,8 +134,21 @@ class Emulation:
         self._error_of = np.array([row_of[measured[key]] for key in keys])
         count = min(_MAX_DRAWS, math.ceil(_LATE_DRAWS / (1 - confidence)))
         # Sure in spite of the limited number of draws: by two standard deviations.
-        self._quantile = confidence + 2 * math.sqrt(confidence * (1 - confidence) / count)
+        self._quantile = min(1.0, confidence + 2 * math.sqrt(confidence * (1 - confidence) / count))
         self._errors = np.random.default_rng(_SEED).standard_normal((1 + len(row_of), count))
+        # In a draw, no time is later by more standard errors than this, whatever part of them is common
+        # (Cauchy-Schwarz). So some margin is always enough; one step more allows for rounding.
+        most = float(np.hypot(self._errors[:-1].max(axis=0), self._errors[-1]).max()) + _ERROR_STEP
+        self._error_counts = np.arange(0.0, most + _ERROR_STEP, _ERROR_STEP)
+        total_s = sum(
+            max(m[0] + self._error_counts[-1] * m[1] for m in some.values()) for some in self._times
+        )
+        if total_s > (max_s := _MAX_TOTAL_PS / self._ps_per_s):
+            raise SolverError(
+                f"time_se_s: expected standard errors with which all computations may take "
+                f"{max_s:g} s together at most, found {total_s:g} s",
+                found=total_s,
+            )
 
     def error_count(self, plans: Iterable[Plan]) -> float:
         """Return the least margin, in standard errors, with which all plans keep their times."""
@@ -142,9 +165,8 @@ class Emulation:
             own, common = self._errors[:-1, begin : begin + step], self._errors[-1, begin : begin + step]
             drawn_s.append(self._ends_s(times_s + own_s * own[self._error_of] + common_s * common))
         kept_s = float(np.quantile(np.concatenate(drawn_s), self._quantile))
-        padded_s = self._ends_s(times_s + errors_s * _ERROR_COUNTS)
-        enough = int(np.searchsorted(padded_s, kept_s))
-        return float(_ERROR_COUNTS[min(enough, len(_ERROR_COUNTS) - 1)])
+        padded_s = self._ends_s(times_s + errors_s * self._error_counts)
+        return float(self._error_counts[np.searchsorted(padded_s, kept_s)])
 
     def _ends_s(self, durations_s: FloatArray) -> FloatArray:
         """Return the iteration times of durations, a row per computation and a column per iteration."""

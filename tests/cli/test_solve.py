@@ -181,6 +181,17 @@ def test_an_error_can_be_assumed_where_none_is_known(profile: Path, tmp_path: Pa
     assert load(plan)["confidence"] == 0.95
 
 
+def test_a_confidence_that_cannot_be_shown_is_lowered_and_that_is_said(profile: Path, tmp_path: Path) -> None:
+    flags = ("--microbatches", 2, "--points", 3, "--assume-error-percent", 1, "--confidence-percent")
+    path = tmp_path / "frontier.json"
+    shown = text(run("solve", profile, *flags, 99.99, "--output", path))
+    assert "warning: --confidence-percent: a margin can be shown to suffice in 99.98 of 100 cases" in shown
+    assert "plans keep their times in 99.98 of 100 cases" in shown
+    assert load(path)["confidence"] == pytest.approx(0.9998)
+    assert "It keeps its time in 99.98 of 100 cases" in text(run("plan", path, "--no-slowdown"))
+    assert "warning" not in text(run("solve", profile, *flags, 99.98))
+
+
 def test_times_without_an_error_beside_others_are_counted(profile: Path) -> None:
     """A stated error is kept where another one is assumed."""
     header, first, *others = profile.read_text().splitlines()

@@ -1,11 +1,16 @@
 """The margin with which plans keep their iteration times although measurements are noisy."""
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from perseus.solver import (
+    MAX_CONFIDENCE,
     Frontier,
     Pipeline,
     SolverError,
@@ -15,29 +20,42 @@ from perseus.solver import (
     with_margin,
 )
 from perseus.solver import one_forward_one_backward as one_f_one_b
+from perseus.solver.bounds import MIN_TIME_S
 from perseus.solver.plan import fastest_clock_plan
-from tests.solver.pipelines import published_pipeline, small_pipeline
+from tests.solver.pipelines import little_search, pipelines, published_pipeline, small_pipeline
+
+_ROUNDED = 1 + 1e-9
 
 
-def reported(pipeline: Pipeline, share: float) -> Pipeline:
+def reported(pipeline: Pipeline, share: float, common_share: float = 0.0) -> Pipeline:
     """The same figures, with standard errors."""
     return replace(
         pipeline,
         profiles={
-            key: tuple(replace(m, time_se_s=share * m.time_s) for m in some)
+            key: tuple(
+                replace(m, time_se_s=share * m.time_s, time_common_se_s=common_share * m.time_s) for m in some
+            )
             for key, some in pipeline.profiles.items()
         },
     )
 
 
-def drawn(pipeline: Pipeline, share: float, random: np.random.Generator) -> Pipeline:
-    """A possible truth: all computations of a kind share one error."""
+def drawn(
+    pipeline: Pipeline, share: float, random: np.random.Generator, common_share: float = 0.0
+) -> Pipeline:
+    """A possible truth: all computations of a kind share one error, and all may have a part in common."""
+    common = common_share * random.standard_normal() if common_share else 0.0
+    own_share = math.sqrt(share**2 - common_share**2)
+    # The same figures are taken for the same measurement.
+    factors = {
+        some: 1 + common + own_share * random.standard_normal()
+        for some in dict.fromkeys(pipeline.profiles.values())
+    }
     return replace(
         pipeline,
         profiles={
-            key: tuple(replace(m, time_s=m.time_s * factor) for m in some)
+            key: tuple(replace(m, time_s=max(m.time_s * factors[some], MIN_TIME_S)) for m in some)
             for key, some in pipeline.profiles.items()
-            for factor in [1 + share * random.standard_normal()]
         },
     )
 
@@ -47,7 +65,10 @@ def kept_shares(frontier: Frontier, truths: list[Pipeline]) -> list[float]:
     return [
         float(
             np.mean(
-                [replay(one, plan.clocks_mhz).iteration_time_s <= plan.iteration_time_s for one in truths]
+                [
+                    replay(one, plan.clocks_mhz).iteration_time_s <= _ROUNDED * plan.iteration_time_s
+                    for one in truths
+                ]
             )
         )
         for plan in frontier.plans()
@@ -68,15 +89,8 @@ def test_every_plan_that_is_given_out_keeps_its_time() -> None:
 
 
 def test_an_error_in_common_needs_a_larger_margin_than_errors_that_average_out() -> None:
-    own = reported(small_pipeline(), 0.01)
-    common = replace(
-        own,
-        profiles={
-            key: tuple(replace(m, time_common_se_s=m.time_se_s) for m in some)
-            for key, some in own.profiles.items()
-        },
-    )
-    margins = [solve(each, point_count=3, confidence=0.95).margin for each in (own, common)]
+    both = (reported(small_pipeline(), 0.01, common_share) for common_share in (0.0, 0.01))
+    margins = [solve(each, point_count=3, confidence=0.95).margin for each in both]
     counts = [margin.error_count for margin in margins if margin is not None]
     # In common, all times are longer by the same share: 1.645 standard errors, and draws are limited.
     assert 1.645 <= counts[1] < 2.0
@@ -153,3 +167,52 @@ def test_plans_include_the_cost_of_waiting_for_the_end_of_the_margin() -> None:
 def test_a_confidence_is_a_probability(confidence: float) -> None:
     with pytest.raises(SolverError, match="confidence: expected a probability"):
         with_margin(small_pipeline(), confidence)
+
+
+@pytest.mark.parametrize("confidence", [0.9998, 0.9999, 1 - 1e-12])
+def test_a_margin_says_the_confidence_that_draws_can_show(confidence: float) -> None:
+    margin = solve(reported(small_pipeline(), 0.01), point_count=3, confidence=confidence).margin
+    assert margin is not None
+    assert margin.confidence == min(confidence, MAX_CONFIDENCE) >= 0.9998
+
+
+class _RareDraws(np.random.Generator):
+    """Draws beyond six standard errors, of which twenty thousand have none."""
+
+    def standard_normal(self, size: tuple[int, int]) -> Any:  # type: ignore[override]
+        return 5 * super().standard_normal(size)
+
+
+def test_a_margin_is_as_large_as_the_draws_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = reported(small_pipeline(), 0.01, 0.01)
+    usual = solve(pipeline, point_count=3, confidence=0.95).margin
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: _RareDraws(np.random.PCG64(seed)))
+    wide = solve(pipeline, point_count=3, confidence=0.95).margin
+    assert usual is not None
+    assert wide is not None
+    assert wide.error_count == pytest.approx(5 * usual.error_count, abs=0.1)
+
+
+@given(
+    pipeline=pipelines(),
+    share=st.floats(1e-4, 3.0),
+    common_part=st.floats(0.0, 1.0),
+    confidence=st.floats(0.5, 1.0, exclude_max=True),
+)
+def test_no_limit_lowers_what_a_margin_promises(
+    pipeline: Pipeline, share: float, common_part: float, confidence: float
+) -> None:
+    common_share, random = common_part * share, np.random.default_rng(3)
+    with little_search():
+        frontier = solve(reported(pipeline, share, common_share), point_count=3, confidence=confidence)
+    promised = frontier.margin.confidence if frontier.margin else 0.0
+    truths = [drawn(pipeline, share, random, common_share) for _ in range(100)]
+    deviation = math.sqrt(promised * (1 - promised) / len(truths))
+    assert promised == min(confidence, MAX_CONFIDENCE)
+    assert min(kept_shares(frontier, truths)) >= promised - 5 * deviation - 0.03
+
+
+@pytest.mark.parametrize("confidence", [0.5, 0.95])
+def test_errors_out_of_all_proportion_are_refused(confidence: float) -> None:
+    with pytest.raises(SolverError, match="time_se_s: expected standard errors"):
+        solve(reported(small_pipeline(), 1e6), point_count=3, confidence=confidence)

@@ -18,6 +18,7 @@ def test_public_names() -> None:
         "LagError",
         "LatencyReplay",
         "MAX_CLOCK_MHZ",
+        "MAX_CONFIDENCE",
         "MAX_LAYER_COUNT",
         "MAX_POWER_W",
         "MAX_TIME_S",

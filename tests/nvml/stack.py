@@ -19,7 +19,7 @@ from pathlib import Path
 
 from perseus.agent.link.computation import Kind
 from perseus.agent.restore.supervisor import SILENCE_S
-from perseus.agent.sidecar import clock_worker
+from perseus.agent.sidecar.clock_worker import LEASE_S
 from perseus.demo import nvml_stub
 from perseus.demo.nvml_stub import NO_LOCKS, Locks
 from perseus.demo.security import Security
@@ -29,7 +29,7 @@ from perseus.emulation.physics import A100_SXM
 from tests.agent.other_users import command_as
 
 UUID = "GPU-0"
-LEASE_S = 2.0
+COORDINATOR_LEASE_S = 2.0
 START_TIMEOUT_S = 60.0
 # Few clocks and a fast counter, so that a job is profiled and planned within a second or two.
 MODEL = replace(A100_SXM.with_clocks(4), counter_period_s=0.02)
@@ -207,7 +207,7 @@ class Stack:
             *["coordinator", f"--listen={self.address}", f"--database={self.folder / 'perseus.db'}"],
             "--log-format=json",
             **self.security.of_coordinator(),
-            PERSEUS_COORDINATOR_LEASE_S=str(LEASE_S),
+            PERSEUS_COORDINATOR_LEASE_S=str(COORDINATOR_LEASE_S),
             PERSEUS_COORDINATOR_BASELINE_ITERATIONS="2",
             PERSEUS_COORDINATOR_PROFILE_ITERATIONS="2",
             # Iterations of 60 ms on a busy host: the guard would soon leave such a job at stock for good.
@@ -351,11 +351,11 @@ KILLS: dict[str, tuple[Callable[[Stack], None], float]] = {
     "agent SIGTERM": (agent_sigterm, 5.0),
     "agent SIGSTOP": (agent_sigstop, SILENCE_S + 10.0),
     "agent holds its GIL": (agent_holds_gil, SILENCE_S + 10.0),
-    "agent's loop hangs, without supervisor": (agent_loop_hangs, clock_worker.LEASE_S + 5.0),
+    "agent's loop hangs, without supervisor": (agent_loop_hangs, LEASE_S + 5.0),
     "trainer SIGKILL": (trainer_sigkill, 5.0),
     "trainer SIGKILL, children live on": (trainer_with_children_sigkill, 5.0),
     "trainer hangs": (trainer_hangs, 5.0),
-    "coordinator SIGKILL": (coordinator_sigkill, LEASE_S + 1.0),
+    "coordinator SIGKILL": (coordinator_sigkill, COORDINATOR_LEASE_S + 1.0),
     "all at once, SIGKILL": (all_sigkill, 5.0),
 }
 _MAX_DELAY_S = 2.0

@@ -12,8 +12,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from perseus.agent.restore.supervisor import SILENCE_S
+from perseus.agent.sidecar.clock_worker import LEASE_S
 from perseus.demo import nvml_stub
-from tests.nvml.stack import KILLS, LEASE_S, Outcome, try_kills
+from tests.nvml.stack import COORDINATOR_LEASE_S, KILLS, Outcome, try_kills
 
 AT_A_TIME = 3
 
@@ -38,10 +40,13 @@ an agent with its supervisor, a trainer and a coordinator; {AT_A_TIME} stacks ru
 if the GPU is unlocked and at its highest clock within the limit and no restore record is left. The first
 kill that fails ends the run. "Children live on" leaves two child processes, one of which holds the
 trainer's connection. "Trainer hangs" stops the trainer (SIGSTOP) and passes only if its GPU gets clocks
-again after it continues.
+again after it continues. An agent that is stopped or holds its GIL sends no beats: after {SILENCE_S:g} s its
+supervisor kills it and restores the GPUs. Where only its event loop hangs, here with the supervisor stopped,
+the thread that sets clocks goes to stock after {LEASE_S:g} s.
 
-The coordinator's lease is {LEASE_S:g} s here (30 s by default). An agent that loses its coordinator keeps the
-plan until the lease ends, so the time to stock is the rest of the lease plus the agent's own time.
+The coordinator's lease is {COORDINATOR_LEASE_S:g} s here (30 s by default). An agent that loses its
+coordinator keeps the plan until the lease ends, so the time to stock is the rest of the lease plus the
+agent's own time.
 
 | killed | times | of these, GPU locked | to stock, median | at most | limit |
 |---|---|---|---|---|---|

@@ -41,10 +41,11 @@ def _serve(settings: AgentSettings) -> None:
     from perseus.agent.restore import supervisor
 
     lifeline = os.environ.get(supervisor.LIFELINE)
-    if lifeline is None and not settings.observe:
+    if lifeline is None:
         # This process becomes the supervisor, and the agent its child.
         command = [sys.executable, "-m", "perseus.cli", *sys.argv[1:]]
-        os.execv(sys.executable, [sys.executable, "-m", supervisor.__name__, *command])
+        observes = [supervisor.OBSERVES] if settings.observe else []
+        os.execv(sys.executable, [sys.executable, "-m", supervisor.__name__, *observes, *command])
 
     from perseus.agent.gpu import GpuError
     from perseus.agent.sidecar.shell import run

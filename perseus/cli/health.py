@@ -28,19 +28,20 @@ def health(
     ] = None,
     alive: Annotated[
         bool,
-        typer.Option("--alive", help="Any answer counts, also that it can't serve: for liveness probes."),
+        typer.Option("--alive", help="Any answer of the agent will do: for liveness probes."),
     ] = False,
     timeout_s: Annotated[float, typer.Option(min=0.1, max=600, help="Seconds to wait for an answer.")] = 5.0,
     form: FormatOption = Format.TABLE,
 ) -> None:
     """Ask whether a coordinator serves, or whether an agent has GPUs to serve: exit code 0 if so.
 
-    With --alive, whether it answers. Otherwise the exit code is 1 or 2, and a line on standard error gives
-    the reason.
+    Otherwise the exit code is 1 or 2, and a line on standard error gives the reason.
     """
     if agent is not None:
         _ask_agent(agent, timeout_s, form, alive)
         return
+    if alive:
+        fail("--alive: expected --agent, found none: a coordinator is alive if it accepts connections")
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     with connected(connection) as channel:
@@ -48,8 +49,7 @@ def health(
             health_pb2.HealthCheckRequest(service=service), timeout=timeout_s
         )
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-    is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-    _show(form, "coordinator", status, is_serving=is_serving, is_enough=is_serving or alive)
+    _show(form, "coordinator", status, is_serving=answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def _ask_agent(path: Path, timeout_s: float, form: Format, alive: bool) -> None:
@@ -64,15 +64,15 @@ def _ask_agent(path: Path, timeout_s: float, form: Format, alive: bool) -> None:
     except (OSError, MalformedPacket) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         fail(f"no agent at {path}: {reason}", FAILURE)
-    _show(form, "agent", answer.message, is_serving=answer.ok, is_enough=answer.ok or alive)
+    _show(form, "agent", answer.message, is_serving=answer.ok, alive=alive)
 
 
-def _show(form: Format, who: str, status: str, *, is_serving: bool, is_enough: bool) -> None:
-    """Print the status, and exit with an error unless it is enough; in a table, that is the error only."""
+def _show(form: Format, who: str, status: str, *, is_serving: bool, alive: bool = False) -> None:
+    """Print the status, and exit with an error unless it is good; as a table, a bad one is only an error."""
     from rich.text import Text
 
     row = {"who": who, "is_serving": is_serving, "status": printable(status)}
-    if is_enough or form is not Format.TABLE:
+    if is_serving or alive or form is not Format.TABLE:
         show_row(form, row, lambda: [Text(printable(status))])
-    if not is_enough:
+    if not is_serving and not alive:
         fail(f"expected {'an' if who == 'agent' else 'a'} {who} that serves, found {status}", FAILURE)

@@ -182,7 +182,14 @@ def test_a_mistake_is_one_line_and_an_exit_code(
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
     content = (tmp_path / "profile.csv").read_bytes()
-    result = run(*(each.replace("{folder}", str(tmp_path)) for each in arguments), COLUMNS="200")
+    held, lifeline = os.pipe()  # no agent becomes a supervisor, in place of this process
+    result = run(
+        *(each.replace("{folder}", str(tmp_path)) for each in arguments),
+        COLUMNS="200",
+        PERSEUS_LIFELINE=str(lifeline),
+    )
+    os.close(held)
+    os.close(lifeline)
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code == exit_code, result.output
     assert message.replace("{folder}", str(tmp_path)) in result.stderr

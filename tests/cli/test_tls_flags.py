@@ -67,6 +67,7 @@ def test_mistakes_get_one_line_and_exit_code_2(arguments: list[str], expected: s
 
 
 def test_unusable_files_end_the_coordinator_and_the_agent(tmp_path: Path) -> None:
+    held, lifeline = os.pipe()  # the agent does not become a supervisor, in place of this process
     security = Security(tmp_path / "security")
     other = Security(tmp_path / "other")
     mixed = {"PERSEUS_COORDINATOR_TLS_KEY": str(other.coordinator_key)}
@@ -74,7 +75,11 @@ def test_unusable_files_end_the_coordinator_and_the_agent(tmp_path: Path) -> Non
         "coordinator": (["--database", str(tmp_path / "x.db")], {**security.of_coordinator(), **mixed}),
         "agent": (
             ["--observe", "--socket", str(tmp_path / "agent.sock")],
-            {**security.of_agent(), "PERSEUS_AGENT_TLS_KEY": str(other.client_key)},
+            {
+                **security.of_agent(),
+                "PERSEUS_AGENT_TLS_KEY": str(other.client_key),
+                "PERSEUS_LIFELINE": str(lifeline),
+            },
         ),
     }
     for name, (flags, environment) in commands.items():
@@ -82,6 +87,8 @@ def test_unusable_files_end_the_coordinator_and_the_agent(tmp_path: Path) -> Non
         assert done.exit_code == 1
         assert "found another's" in done.stderr
         assert "Traceback" not in done.stderr
+    os.close(held)
+    os.close(lifeline)
 
 
 async def test_insecure_gives_a_warning_at_every_start(tmp_path: Path) -> None:

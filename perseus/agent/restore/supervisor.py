@@ -14,7 +14,7 @@ exempt. The remaining cases:
     agent                           the supervisor
     agent hangs or is stopped       its own thread that sets clocks, if that still runs; then the supervisor
     supervisor                      the agent: it stops at the lifeline's end as on SIGTERM
-    supervisor hangs or is stopped  systemd (WatchdogSec), which kills it
+    supervisor hangs or is stopped  systemd (ExecStopPost), which kills both (WatchdogSec)
     agent and supervisor            systemd (ExecStopPost), the next agent to start, or --restore by hand
     agent, and the --restore run    the supervisor, which retries
     the node                        its boot (a lock ends with the driver); the next agent removes the record
@@ -25,17 +25,20 @@ exempt. The remaining cases:
 import contextlib
 import math
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
 
 LIFELINE = "PERSEUS_LIFELINE"
 """Environment variable with the file descriptor whose other end the supervisor holds; it takes beats."""
+
+OBSERVES = "--observes"
+"""First argument for an agent that sets no clocks: nothing is restored."""
 
 SILENCE_S = 10.0
 """Time without a beat after which the agent counts as hung; its clock workers let go of clocks sooner."""
@@ -56,8 +59,8 @@ _PAUSE_S = 0.5
 _POLL_INTERVAL_S = 0.05
 
 
-def main(command: list[str]) -> int:
-    """Run the agent and restore its GPUs if it fails; return the exit status."""
+def main(command: list[str], *, restores: bool = True) -> int:
+    """Run the agent, restore its GPUs if it fails (an observer has none), and return the exit status."""
     usual_oom_score = _set_oom_score(_OOM_EXEMPT)
     stop = _Stop()
     held, lifeline = socket.socketpair()
@@ -80,7 +83,7 @@ def main(command: list[str]) -> int:
         killed = did_not_end if beats.left_s() > 0 else f"has hung for {SILENCE_S:g} s"
         end_s = time.monotonic() + _PAUSE_S
         status = _wait(agent, lambda: end_s - time.monotonic())  # no signal ends a hanging driver call
-    is_restored = status == 0 or _restore([*command, "--restore"], stop)
+    is_restored = status == 0 or not restores or _restore([*command, "--restore"], agent, stop)
     if killed:  # said last: whoever reads standard error may be why it hung
         _say(f"perseus: the agent {killed} and was killed\n")
     if not is_restored:
@@ -150,13 +153,14 @@ def _wait(process: "subprocess.Popen[bytes]", left_s: Callable[[], float]) -> in
     return status
 
 
-def _restore(command: list[str], stop: _Stop) -> bool:
+def _restore(command: list[str], agent: "subprocess.Popen[bytes]", stop: _Stop) -> bool:
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(_PAUSE_S)
         if stop.left_s(STOP_S) <= 0:
             break
-        if _restore_once(command, stop):
+        has_ended = agent.poll() is not None  # one that a driver's call keeps alive still holds its records
+        if _restore_once(command, stop) and has_ended:
             return True
     return False
 
@@ -180,12 +184,16 @@ def _restore_once(command: list[str], stop: _Stop) -> bool:
 
 def _say(text: str) -> None:
     """Write to standard error as far as somebody reads it: nothing that restores may wait for that."""
-    data = text.encode()
-    with contextlib.suppress(OSError, ValueError):
-        for begin in range(0, len(data), select.PIPE_BUF):  # there is room for that many where it is writable
-            if not select.select([], [sys.stderr], [], _PAUSE_S)[1]:
-                return
-            os.write(sys.stderr.fileno(), data[begin : begin + select.PIPE_BUF])
+
+    def write() -> None:
+        data = text.encode()
+        with contextlib.suppress(OSError):
+            while data:
+                data = data[os.write(2, data) :]
+
+    writing = threading.Thread(target=write, daemon=True)
+    writing.start()
+    writing.join(_PAUSE_S)
 
 
 def _pet_watchdog() -> None:
@@ -207,4 +215,6 @@ def _set_oom_score(score: str) -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == OBSERVES:
+        sys.exit(main(sys.argv[2:], restores=False))
     sys.exit(main(sys.argv[1:]))

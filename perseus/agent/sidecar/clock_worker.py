@@ -135,8 +135,7 @@ class ClockWorker:
     def renew(self) -> None:
         """Show that the caller still decides on the clock, as requests do; returns at once."""
         with self._changed:
-            now_s, since_s = self._monotonic(), self._renewed_at_s
-            self._renewed_at_s = now_s
+            self._renewed_at_s = now_s = self._monotonic()
             suspended, self._suspended = self._suspended, None
             if suspended is not None:
                 self._desired, self._retried = replace(suspended, due_s=now_s), None
@@ -146,7 +145,6 @@ class ClockWorker:
                 "clock was at stock: nothing decided on it",
                 gpu=self._gpu.uuid,
                 clock_mhz=suspended.target_mhz,
-                for_s=round(now_s - since_s, 1),
             )
 
     def close(self) -> None:
@@ -210,7 +208,7 @@ class ClockWorker:
         lease_end_s = self._renewed_at_s + LEASE_S
         if self._is_leased and lease_end_s <= now_s:
             self._suspended = self._desired or self._followed
-            self._desired, self._retried = _DesiredClock(STOCK, lease_end_s), None
+            self._desired, self._retried = _DesiredClock(STOCK, now_s), None
         if self._retried is not None and self._retry_at_s <= now_s:
             self._desired, self._retried = self._retried, None
         dues_s = [self._scheduled.due_s] if self._scheduled is not None else []

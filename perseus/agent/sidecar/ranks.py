@@ -99,8 +99,8 @@ class Ranks:
             if hello is None:
                 return
             if isinstance(hello, HealthQuestion):
-                await connection.pay_hello()
                 connection.reply(await self._health())
+                await connection.pay_hello()  # after the answer, which others of this user must not hold up
                 return
             if isinstance(hello, EngineHello | InstancesQuestion):
                 await self._serve_instances(connection, hello)
@@ -151,6 +151,11 @@ class Ranks:
         connection.reply(Reply(False, reason, message))
 
     async def _on_message(self, trainer: Trainer, message: Message) -> None:
+        # Marks don't wait for the coordinator: meanwhile the trainer's socket would fill.
+        is_mark = isinstance(message, IterationMark | ComputationMark | WaitMark)
+        if trainer.registering is not None and (not is_mark or trainer.registering.done()):
+            await trainer.registering
+            trainer.registering = None
         match message:
             case IterationMark() | ComputationMark() | WaitMark() | Finish():
                 trainer.has_marked.set()
@@ -162,12 +167,7 @@ class Ranks:
                     self._gpus.counters.note_dropped(trainer.claim.gpu_uuid, max(0, dropped_count))
                 self._roster.dispatch(trainer.rank, message)
             case Registration():
-                claim = trainer.claim
-                labels = claim.verdict.labels if claim.verdict is not None else ()
-                trainer.connection.reply(
-                    await self._uplink.register(claim.rank.job_id, message, claim.user.name, labels)
-                )
-                self._specify(trainer, message.spec_fingerprint)
+                trainer.registering = asyncio.create_task(self._register(trainer, message))
             case Membership(spec_fingerprint):
                 self._specify(trainer, spec_fingerprint)
             case Unmarked(text):
@@ -190,6 +190,14 @@ class Ranks:
             case _:
                 assert_never(message)
 
+    async def _register(self, trainer: Trainer, registration: Registration) -> None:
+        claim = trainer.claim
+        labels = claim.verdict.labels if claim.verdict is not None else ()
+        trainer.connection.reply(
+            await self._uplink.register(claim.rank.job_id, registration, claim.user.name, labels)
+        )
+        self._specify(trainer, registration.spec_fingerprint)
+
     def _note_unmarked(self, trainer: Trainer, why: str) -> None:
         """Note that a trainer trains without marked iterations, or no longer does if `why` is empty."""
         trainer.unmarked = why
@@ -203,7 +211,9 @@ class Ranks:
     async def _let_go(self, trainer: Trainer) -> None:
         """End a trainer's rank; its GPU is back at stock when its claim ends."""
         try:
-            tasks = [task for task in (trainer.watching, trainer.serving) if task is not None]
+            tasks = [
+                task for task in (trainer.watching, trainer.serving, trainer.registering) if task is not None
+            ]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -39,6 +39,7 @@ class Trainer:
         self.gone = asyncio.Event()
         self.serving: asyncio.Task[None] | None = None
         self.watching: asyncio.Task[None] | None = None
+        self.registering: asyncio.Task[None] | None = None
         self._saving: Saving | None = None
 
     @property

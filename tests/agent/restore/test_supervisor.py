@@ -9,11 +9,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import pytest
+from typer.testing import CliRunner
 
 from perseus.agent.restore import supervisor
+from perseus.cli.main import app
 
 SUPERVISOR = [sys.executable, "-m", "perseus.agent.restore.supervisor"]
 
@@ -107,6 +110,21 @@ def test_a_killed_agents_gpus_are_restored_with_its_own_settings(tmp_path: Path)
     supervised = Supervised(tmp_path, "serve")
     os.kill(supervised.agent_pid(), signal.SIGKILL)
     assert supervised.end() == (128 + signal.SIGKILL, ["serve", "serve --restore"])
+
+
+def test_nothing_is_restored_after_an_observer(tmp_path: Path) -> None:
+    observer = Supervised(tmp_path, "fail", supervisor=[*SUPERVISOR, supervisor.OBSERVES])
+    assert observer.end() == (3, ["fail"])
+
+
+def test_restoring_counts_only_once_the_agent_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then its records are its own, and a command that leaves them alone succeeds."""
+    statuses = iter([None, None, -9])
+    agent = cast("subprocess.Popen[bytes]", SimpleNamespace(poll=lambda: next(statuses)))
+    stop = cast(supervisor._Stop, SimpleNamespace(left_s=lambda _: 60.0))
+    monkeypatch.setattr(supervisor, "_PAUSE_S", 0.0)
+    assert supervisor._restore(["true"], agent, stop)
+    assert next(statuses, "none left") == "none left"
 
 
 def test_restoring_is_retried_until_it_succeeds(tmp_path: Path) -> None:
@@ -208,3 +226,22 @@ def test_systemd_hears_that_the_supervisor_runs(tmp_path: Path) -> None:
         assert [systemd.recv(64) for _ in range(3)] == 3 * [b"WATCHDOG=1"]
         supervised.process.terminate()
         assert supervised.end() == (0, ["serve"])
+
+
+@pytest.mark.parametrize("flags", [(), ("--observe",)])
+def test_every_agent_has_a_supervisor_which_restores_nothing_after_an_observer(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    """systemd kills a service that does not say that it runs, and only the supervisor does."""
+    executed: list[list[str]] = []
+
+    def execv(_path: str, command: list[str]) -> NoReturn:
+        executed.append(command)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(sys, "argv", ["perseus", "agent", *flags])
+    CliRunner().invoke(app, ["agent", *flags])
+    ((_, _, module, *arguments),) = executed
+    assert module == supervisor.__name__
+    assert (arguments[0] == supervisor.OBSERVES) == bool(flags)

@@ -186,8 +186,10 @@ def test_without_the_extra_the_error_names_it(tmp_path: Path) -> None:
         "main()\n"
     )
     environment = {**os.environ, "HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
+    environment["PERSEUS_LIFELINE"] = "0"  # as under a supervisor, which would start another process
     done = subprocess.run(
         [sys.executable, "-c", absent],
+        stdin=subprocess.PIPE,
         capture_output=True,
         text=True,
         timeout=60,

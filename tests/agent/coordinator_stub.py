@@ -48,6 +48,7 @@ class Inbox:
     refusal_code: int = 6
     retry_delay_s: int | None = None
     register_count: int = 0
+    is_silent: bool = False
     lease_s: float = 3.0
     power_interval_s: float = 0.0
     slot: int = 0
@@ -107,6 +108,8 @@ class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_p
         ],
     ) -> job_service_pb2.RegisterJobResponse:
         self.inbox.register_count += 1
+        if self.inbox.is_silent:
+            await asyncio.Event().wait()
         if (elsewhere := self.inbox.elsewhere_of(request.spec.job_id)) is not None:
             await context.abort_with_status(served_elsewhere(elsewhere))
         if self.inbox.refusal:

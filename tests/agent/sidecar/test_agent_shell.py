@@ -1,8 +1,10 @@
 """The whole agent on real sockets: a real probe, a real gRPC coordinator stub, an emulated GPU."""
 
 import asyncio
+import fcntl
 import os
 import signal
+import termios
 import time
 from pathlib import Path
 
@@ -11,9 +13,11 @@ import pytest
 from perseus.agent import Kind, Probe
 from perseus.agent.link.packets import Saving
 from perseus.agent.probe import agent_connection
+from perseus.agent.probe.job_spec import NamedSchedule
 from perseus.agent.rank import join_state
 from perseus.agent.sidecar import admission, clock_worker
 from perseus.agent.sidecar.shell import run, serving
+from perseus.agent.stream import registration
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
 from perseus.v1 import agent_service_pb2 as wire
@@ -175,6 +179,25 @@ async def test_a_refused_registration_reaches_the_probe(
         await trainer.stop()
     assert not trainer.is_registered
     assert "job 'job' has 4 stages, found 1" in caplog.text
+
+
+async def test_marks_are_read_while_the_coordinator_is_slow_to_register_the_job(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "_DEADLINE_S", 600.0)
+    coordinator = await start(Inbox(is_silent=True))
+    async with serving(settings(tmp_path, coordinator.port)):
+        probe = await asyncio.to_thread(
+            Probe.connect, tmp_path / "run" / "agent.sock", job_id="job", pipeline=0, stage=0, gpu_uuid=UUID
+        )
+        probe.register(pipeline_count=1, stage_count=1, schedule=NamedSchedule("1f1b", 1), waits=False)
+        await coordinator.until(lambda inbox: inbox.register_count > 0, "a registration")
+        with probe.iteration():
+            pass
+        sock = probe._connection._socket
+        assert sock is not None
+        await until(lambda: not any(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4))), "marks that were read")
+        probe.close()
 
 
 async def test_a_rank_is_announced_once_its_trainer_has_sent_its_specification(

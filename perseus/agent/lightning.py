@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from perseus.agent.probe.attachment import Attachment, never_raises
+from perseus.agent.probe.attachment import Attachment, never_raises, stands_aside
 from perseus.agent.probe.client import Probe
+from perseus.agent.probe.job_spec import check_job
 from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.tested_versions import warn_if_untested
 from perseus.agent.torch import attach_model
@@ -73,10 +74,14 @@ class PerseusCallback(_lightning.Callback):  # type: ignore[misc]
     def __init__(
         self, *, job_id: str, connect: Connect = Probe.connect, max_slowdown_percent: float = 0.0
     ) -> None:
-        """All arguments: as in `attach_model`."""
+        """All arguments: as in `attach_model`. Raises ValueError for an invalid job or slowdown.
+
+        Where `attach` raises it later, within `fit`, that is logged, and the training continues as before.
+        """
         super().__init__()
+        check_job(job_id, max_slowdown_percent)
         self._attach = partial(
-            attach, job_id=job_id, connect=connect, max_slowdown_percent=max_slowdown_percent
+            stands_aside(attach), job_id=job_id, connect=connect, max_slowdown_percent=max_slowdown_percent
         )
         self._attachment: Attachment | None = None
         self._logged: dict[str, float] = {}

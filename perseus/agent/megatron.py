@@ -40,7 +40,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from perseus.agent.link.computation import Kind
-from perseus.agent.probe.attachment import Attachment, never_raises
+from perseus.agent.probe.attachment import Attachment, never_raises, stands_aside
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.exchange import StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
@@ -182,7 +182,8 @@ def wrap_training(
 
     All ranks call this before `pretrain`; once is enough. If the loop exits by itself (an exit interval, a
     signal), the job stays unfinished. Raises ValueError for invalid arguments, and for a Megatron-LM without
-    `megatron.training.training.train`, or whose `train` takes no `config`.
+    `megatron.training.training.train`, or whose `train` takes no `config`. A training that can't be attached
+    is logged, and continues as before.
     """
     check_job(job_id, max_slowdown_percent)
     training = importlib.import_module(_LOOP)
@@ -197,7 +198,7 @@ def wrap_training(
 
 def wrap_train(training: Any, attach_config: Callable[[Any], Attachment]) -> None:
     """Make the function `train` of a module attach. ValueError if it takes no `config`."""
-    train = training.train
+    train, attach_config = training.train, stands_aside(attach_config)
     config_of = find_argument(train, "config", f"{_LOOP}: train")
 
     @wraps(train)

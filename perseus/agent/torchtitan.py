@@ -26,7 +26,7 @@ from functools import wraps
 from typing import Any
 
 from perseus.agent.probe import placement as places
-from perseus.agent.probe.attachment import Attachment, never_raises
+from perseus.agent.probe.attachment import Attachment, never_raises, stands_aside
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.framework import check_attributes
 from perseus.agent.probe.job_spec import check_job
@@ -104,7 +104,8 @@ def wrap_training(
     """Make every trainer of torchtitan attach when it trains, and detach when it ends; arguments as above.
 
     All ranks call this before training. Raises ValueError if it was called before, for invalid arguments, or
-    for a torchtitan without `torchtitan.train.Trainer.train`.
+    for a torchtitan without `torchtitan.train.Trainer.train`. A trainer that can't be attached is logged, and
+    trains as before.
     """
     check_job(job_id, max_slowdown_percent)
     from torchtitan import train
@@ -121,7 +122,7 @@ def wrap_training(
 
 def wrap_trainer(trainer_class: Any, attach_trainer: Callable[[Any], Attachment]) -> None:
     """Make the `train` of a class and its subclasses attach. ValueError if it is wrapped already."""
-    train = trainer_class.train
+    train, attach_trainer = trainer_class.train, stands_aside(attach_trainer)
     if hasattr(train, "is_attached_by_perseus"):
         raise ValueError("wrap_training: expected to be called once, found torchtitan's trainer wrapped")
 

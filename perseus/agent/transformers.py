@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import transformers
 
-from perseus.agent.probe.attachment import Attachment, never_raises
+from perseus.agent.probe.attachment import Attachment, never_raises, stands_aside
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.framework import check_attributes
+from perseus.agent.probe.job_spec import check_job
 from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.tested_versions import warn_if_untested
 from perseus.agent.torch import attach_model
@@ -73,12 +74,15 @@ class PerseusCallback(transformers.TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """`trainer`: a `Trainer`, to which the callback is then added. The others: as in `attach_model`.
 
-        Raises ValueError for another trainer. Training raises it where `attach_model` does.
+        Raises ValueError for another trainer, job or slowdown. Where `attach_model` raises it later, within
+        `train`, that is logged, and the training continues as before.
         """
+        check_job(job_id, max_slowdown_percent)
         check_attributes(trainer, f"trainer {type(trainer).__name__}", "train", "log", "model_wrapped")
         self._attach = partial(
-            attach, trainer, job_id=job_id, connect=connect, max_slowdown_percent=max_slowdown_percent
-        )
+            stands_aside(attach), trainer,
+            job_id=job_id, connect=connect, max_slowdown_percent=max_slowdown_percent,
+        )  # fmt: skip
         self._attachment: Attachment | None = None
         train = trainer.train
 

@@ -376,6 +376,16 @@ def test_a_loop_that_exits_at_an_interval_leaves_the_job_unfinished() -> None:
     assert marks.calls == [*marked(ONE_CHUNK), ("register",), ("close",)]
 
 
+def test_a_loop_that_cannot_be_attached_trains_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    def refused(_config: Any) -> Attachment:
+        raise ValueError("no parallel state")
+
+    loop = Loop(Megatron("0.16", ONE_CHUNK), 2)
+    wrap_train(loop, refused)
+    assert loop.pretrain(SimpleNamespace(timers=None)) == (2, 0)
+    assert caplog.messages == ["not attached, training continues at stock clocks: no parallel state"]
+
+
 def test_a_loop_without_a_configuration_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"megatron\.training\.training: train: expected a parameter 'config'"

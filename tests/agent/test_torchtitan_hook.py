@@ -41,6 +41,17 @@ def test_a_failing_trainer_leaves_the_job_unfinished() -> None:
     assert marks.calls == [("close",)]
 
 
+def refused(_: object) -> Attachment:
+    raise ValueError("no pipeline")
+
+
+def test_a_trainer_that_cannot_be_attached_trains_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    trainer_class = type("Trainer", (Trainer,), {"train": Trainer.train})
+    wrap_trainer(trainer_class, refused)
+    assert trainer_class().train(3) == "3 steps"
+    assert caplog.messages == ["not attached, training continues at stock clocks: no pipeline"]
+
+
 def test_wrapping_twice_is_refused() -> None:
     trainer_class = wrapped(MarksStub())
     with pytest.raises(ValueError, match="called once"):

@@ -1,9 +1,11 @@
 """Wrap Megatron-LM's own loop, of a release that has it, without training: `-m …megatron_loop`."""
 
+import io
+import logging
 import typing
+from contextlib import suppress
 from types import SimpleNamespace
 
-import pytest
 import typing_extensions
 
 from perseus.agent.megatron import wrap_training
@@ -18,8 +20,11 @@ def check() -> None:
     original = training.train
     wrap_training(job_id="x")
     assert training.pretrain.__globals__["train"] is training.train is not original
-    with pytest.raises(ValueError, match="expected its parallel state to be initialised"):
+    log = io.StringIO()
+    logging.getLogger("perseus.attachment").addHandler(logging.StreamHandler(log))
+    with suppress(Exception):  # Megatron-LM's: it goes on to train, which it can't without a GPU
         training.train(None, [], None, None, None, None, None, SimpleNamespace(), {}, None)
+    assert "at stock clocks: Megatron-Core: expected its parallel state to be initialised" in log.getvalue()
     print("wrapped")
 
 

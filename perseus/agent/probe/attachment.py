@@ -10,9 +10,9 @@ not marked. A marked function receives its arguments unchanged, and its result o
 
 The executed order is registered as the job's, and followed (`probe.job_order`).
 
-Before training, mistakes raise ValueError. Apart from that, nothing here raises into training, and no rank
-waits for another: any failure is logged once, the rank leaves its agent, the others of its pipeline learn the
-reason, and training continues at stock.
+In a call that the user writes before training, mistakes raise ValueError. Apart from that, nothing here
+raises into training, and no rank waits for another: any failure is logged once, the rank leaves its agent,
+the others of its pipeline learn the reason, and training continues at stock.
 
 Standard library only.
 """
@@ -367,7 +367,29 @@ def never_raises(attach: _Hook) -> _Hook:
         except ValueError:
             raise
         except Exception as error:  # ours, or due to an unknown version of the framework
-            _log.error("not attached, training continues at stock clocks: %s", error, exc_info=error)
-            return Attachment(Placement(0, 1, 0, 1), None, LocalExchange())
+            return _unmarked(error)
 
     return cast(_Hook, attached)
+
+
+def stands_aside(attach: _Hook) -> _Hook:
+    """Wrap an `attach` that a framework calls as it begins to train: mistakes, too, leave training unmarked.
+
+    It would have trained, and who trains may not have written the callback.
+    """
+
+    @wraps(attach)
+    def attached(*args: Any, **kwargs: Any) -> Attachment:
+        try:
+            return attach(*args, **kwargs)
+        except Exception as error:
+            return _unmarked(error)
+
+    return cast(_Hook, attached)
+
+
+def _unmarked(error: Exception) -> Attachment:
+    """Log why a rank is not attached, and return an attachment that marks nothing."""
+    trace = None if isinstance(error, ValueError) else error  # which says what is wrong
+    _log.error("not attached, training continues at stock clocks: %s", error, exc_info=trace)
+    return Attachment(Placement(0, 1, 0, 1), None, LocalExchange())

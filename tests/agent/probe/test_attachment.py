@@ -14,7 +14,7 @@ import pytest
 
 from perseus.agent.link.computation import Kind
 from perseus.agent.link.packets import ComputationMark, IterationMark, Registration, Reply, encode
-from perseus.agent.probe.attachment import Attachment, never_raises
+from perseus.agent.probe.attachment import Attachment, never_raises, stands_aside
 from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.marks import UnmarkableError
 from perseus.agent.probe.placement import Placement
@@ -182,6 +182,17 @@ def test_training_continues_if_a_hook_fails_and_mistakes_are_refused(
     for percent in percents:
         with pytest.raises(ValueError, match="max_slowdown_percent: expected 0 to 100, found "):
             attached(OSError(), job_id="GPT-3", max_slowdown_percent=percent)
+
+
+def test_in_a_framework_s_own_call_mistakes_are_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    def attach(*, job_id: str) -> Attachment:
+        raise ValueError("no pipeline")
+
+    with stands_aside(never_raises(attach))(job_id="GPT-3") as attachment:
+        train(attachment)
+    (record,) = caplog.records
+    assert record.getMessage() == "not attached, training continues at stock clocks: no pipeline"
+    assert not record.exc_info
 
 
 def test_detaching_restores_what_was_replaced(marks: MarksStub) -> None:

@@ -44,8 +44,9 @@ from perseus.agent.probe.attachment import Attachment, never_raises, stands_asid
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.exchange import StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
+from perseus.agent.probe.fully_sharded import refuse_unmarked_waits
 from perseus.agent.probe.job_spec import check_job
-from perseus.agent.probe.marks import Connect
+from perseus.agent.probe.marks import Connect, UnmarkableError
 from perseus.agent.probe.placement import Placement, gpu_uuid
 from perseus.agent.probe.stage_work import StageWork, stage_work
 from perseus.agent.probe.tested_versions import warn_if_untested
@@ -352,7 +353,10 @@ class MarkedSchedules:
             self._warn_outside()
             return None
         chunk = self._chunk_of(args, kwargs) or 0
-        self._models[chunk] = self._model_of(args, kwargs)
+        model = self._model_of(args, kwargs)
+        if model is not None and chunk not in self._models:  # `attach` has no model
+            refuse_unmarked_waits(model, f"chunk {chunk}", is_stage=True, refusal=UnmarkableError)
+        self._models[chunk] = model
         return Kind.FORWARD, self._microbatch_of(args, kwargs), chunk
 
     def _note_output(self, forward: tuple[Kind, int, int], result: Any) -> None:

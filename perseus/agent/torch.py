@@ -30,7 +30,7 @@ from perseus.agent.probe.attachment import Attachment, Identify, never_raises
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.exchange import LocalExchange, StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
-from perseus.agent.probe.fully_sharded import mark_waits, parameter_groups
+from perseus.agent.probe.fully_sharded import mark_waits, parameter_groups, refuse_unmarked_waits
 from perseus.agent.probe.job_order import table_if_any
 from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.stage_work import StageWork, shapes_of, stage_work, while_alive
@@ -50,6 +50,7 @@ _OF_STAGES = (
     "backward_one_chunk",
     "backward_weight_one_chunk",
     "stage_index",
+    "submod",
     "group",
     "group_rank",
     "group_size",
@@ -85,8 +86,9 @@ def attach(
     stock plans may be. `connect` replaces `Probe.connect` in tests and demonstrations.
 
     Raises ValueError if `schedule` is not one of `torch.distributed.pipelining`, lacks attributes that the
-    hook needs (as in other versions of torch), or has another place in the mesh. Without an agent the hook
-    logs one line, and training continues as before.
+    hook needs (as in other versions of torch), or has another place in the mesh, and for data parallelism in
+    whose computations ranks wait for each other, such as FSDP. Without an agent the hook logs one line, and
+    training continues as before.
     """
     from torch import __version__
 
@@ -160,8 +162,8 @@ def attach_model(
     One process without `torch.distributed` is one replica.
 
     Raises ValueError if the model or the optimizer is not torch's, the model is attached, the sharding is of
-    an unknown version, or there are more processes and no process group yet. Without an agent the hook logs
-    one line, and training continues as before.
+    an unknown version or not by `fully_shard`, there is tensor parallelism, or there are more processes and
+    no process group yet. Without an agent the hook logs one line, and training continues as before.
     """
     import torch
     from torch.utils import _pytree
@@ -173,6 +175,7 @@ def attach_model(
     check_attributes(optimizer, f"optimizer {type(optimizer).__name__}", "register_step_post_hook")
     if is_marked(model):
         raise ValueError(f"model {type(model).__name__}: expected one that is not attached; detach it first")
+    refuse_unmarked_waits(model, f"model {type(model).__name__}")
     sharded = list(parameter_groups(model))
     group = process_group if process_group is not None else getattr(model, "process_group", None)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -245,6 +248,7 @@ def stages_of(schedule: Any) -> list[Any]:
     check_attributes(schedule, f"schedule {type(schedule).__name__}", *_OF_SCHEDULES)
     for stage in stages:
         check_attributes(stage, f"stage {type(stage).__name__}", *_OF_STAGES)
+        refuse_unmarked_waits(stage.submod, f"stage {stage.stage_index}", is_stage=True)
     return sorted(stages, key=lambda stage: stage.stage_index)
 
 

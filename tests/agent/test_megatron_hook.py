@@ -45,6 +45,7 @@ class Megatron:
 
     def __init__(self, version: str, steps: Sequence[Step]) -> None:
         self.virtual_stage: int | None = None
+        self.model: Any = None
         self.module = SimpleNamespace(
             forward_step=_FORWARD_STEPS[version],
             backward_step=_backward_step,
@@ -60,7 +61,7 @@ class Megatron:
                 self.virtual_stage = stage
                 reported = {"vp_stage": stage} if self._calls_with_stage else {}
                 outputs[microbatch, stage], tokens = self.module.forward_step(
-                    None, None, None, 2, None, [], None, current_microbatch=microbatch, **reported
+                    None, None, self.model, 2, None, [], None, current_microbatch=microbatch, **reported
                 )
                 assert tokens == 7
             elif not forward_only:
@@ -384,6 +385,18 @@ def test_a_loop_that_cannot_be_attached_trains_as_before(caplog: pytest.LogCaptu
     wrap_train(loop, refused)
     assert loop.pretrain(SimpleNamespace(timers=None)) == (2, 0)
     assert caplog.messages == ["not attached, training continues at stock clocks: no parallel state"]
+
+
+def test_a_sharded_model_is_not_marked_and_trains_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    marks, megatron = MarksStub(), Megatron("0.16", ONE_CHUNK)
+    sharded = type("TorchFullyShardedDataParallel", (), {})()
+    megatron.model = SimpleNamespace(modules=lambda: [sharded])
+    MarkedSchedules(megatron.module, lambda: None).mark(attached(marks))
+    for _ in range(2):
+        assert megatron.module.forward_backward_no_pipelining() == "losses"
+    assert marks.calls == [("begin_iteration",), ("close",)]
+    (message,) = caplog.messages
+    assert "training continues at stock clocks: chunk 0: expected at most DistributedData" in message
 
 
 def test_a_loop_without_a_configuration_is_refused() -> None:

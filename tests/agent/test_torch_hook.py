@@ -1,5 +1,6 @@
 """The hook into torch's schedules, with stand-ins for its stages; tests/frameworks uses the real ones."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ class Stage:
         self.is_first = is_first
         self.dw_builder = self.group = self.device = None
         self.group_rank, self.group_size = 0, 1
+        self.submod = SimpleNamespace(modules=list)
         self.calls: list[tuple[object, ...]] = []
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: object, kwargs: object = None) -> str:

@@ -1,9 +1,10 @@
-"""Waits within the computations of a model that `torch.distributed.fsdp.fully_shard` has sharded (FSDP2).
+"""Waits for other ranks within the computations of data parallelism: marked for FSDP2, otherwise refused.
 
-Each layer gathers its parameters from all ranks before it runs, forward and backward, and scatters its
-gradients afterwards. These are collectives within a forward or backward, in which a fast rank waits for a
-slow one. Their time is marked as waiting (`Attachment.waiting`), so that it counts for no computation. Under
-CUDA these functions enqueue the stream's waits, and the marks surround them; on a CPU they wait themselves.
+Where `torch.distributed.fsdp.fully_shard` (FSDP2) has sharded a model, each layer gathers its parameters from
+all ranks before it runs, forward and backward, and scatters its gradients afterwards. These are collectives
+within a forward or backward, in which a fast rank waits for a slow one. Their time is marked as waiting
+(`Attachment.waiting`), so that it counts for no computation. Under CUDA these functions enqueue the stream's
+waits, and the marks surround them; on a CPU they wait themselves.
 
     pre_forward     gathers the parameters of a group of layers, and waits for them
     pre_backward    gathers them again, if they were freed after the forward
@@ -12,7 +13,11 @@ CUDA these functions enqueue the stream's waits, and the marks surround them; on
 
 The wait for the last gradients is in an autograd callback, after the backward's end mark.
 
-Standard library only: groups are recognised by their attributes.
+Waits that are not marked would make a slow neighbour look like the rank's own work; `refuse_unmarked_waits`
+refuses them. A `DistributedDataParallel` around a whole stage waits too, but in its last backward only, which
+the coordinator does not judge, and medians over the microbatches leave out.
+
+Standard library only: groups and wrappers are recognised by their attributes and names.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,6 +27,9 @@ from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.framework import check_attributes
 
 _WAITING = ("pre_forward", "pre_backward", "post_backward", "unshard")
+# Parts of the names of classes that gather parameters in their own way: torch's older FSDP, and Megatron's.
+_WRAPPERS = ("FullyShardedDataParallel", "MegatronFSDP")
+_DDP = "torch.nn.parallel.distributed"
 
 
 def mark_waits(attachment: Attachment, groups: Iterable[Any]) -> None:
@@ -45,6 +53,47 @@ def parameter_groups(model: Any) -> Iterator[Any]:
                 seen.add(id(group))
                 check_attributes(group, f"sharded parameters {type(group).__name__}", *_WAITING)
                 yield group
+
+
+def refuse_unmarked_waits(
+    model: Any, where: str, *, is_stage: bool = False, refusal: type[Exception] = ValueError
+) -> None:
+    """Raise `refusal` for a model, or a pipeline's stage, within whose computations ranks wait unmarked."""
+    expected, waits = "DistributedDataParallel, or fully_shard alone", _waits_in_replica(model)
+    if is_stage:
+        expected, waits = "at most DistributedDataParallel around it", _waits_in_stage(model)
+    for wait in (*_waits_of_wrappers(model), *waits):
+        raise refusal(f"{where}: expected {expected}, found {wait}, where waiting counts as computing")
+
+
+def _waits_of_wrappers(model: Any) -> Iterator[str]:
+    for module in model.modules():
+        names = [base.__name__ for base in type(module).__mro__]
+        if any(wrapper in name for wrapper in _WRAPPERS for name in names):
+            yield f"{type(module).__name__} of {type(module).__module__}"
+        # Of DeepSpeed's engine: from stage 2 on, ranks wait for each other within backwards.
+        if (zero_stage := getattr(module, "zero_optimization_stage", int)()) >= 2:
+            yield f"DeepSpeed's ZeRO stage {int(zero_stage)}"
+
+
+def _waits_in_stage(stage: Any) -> Iterator[str]:
+    for group in parameter_groups(stage):
+        # torchtitan also shards over one rank, `replicate` over none; gradients are reduced after backwards.
+        if (count := getattr(group.mesh_info, "shard_mesh_size", 1)) > 1:
+            yield f"FSDP over {count} ranks (fully_shard) within a stage of a pipeline"
+    for module in stage.modules():
+        # Only of a stage that is itself a DistributedDataParallel torch knows the last backward.
+        homes = {base.__module__ for base in type(module).__mro__}
+        if "torch.distributed._composable.replicate" in homes or (_DDP in homes and module is not stage):
+            yield "DistributedDataParallel (or replicate) within a stage of a pipeline"
+
+
+def _waits_in_replica(model: Any) -> Iterator[str]:
+    sharded_count = max((group.mesh_info.mesh.size() for group in parameter_groups(model)), default=1)
+    for parameter in model.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None and mesh.size() > sharded_count:
+            yield f"tensor parallelism (a parameter over {mesh.size()} ranks)"
 
 
 def _groups_of(state: Any) -> list[Any]:

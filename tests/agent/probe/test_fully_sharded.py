@@ -9,7 +9,7 @@ import pytest
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.exchange import LocalExchange
-from perseus.agent.probe.fully_sharded import mark_waits, parameter_groups
+from perseus.agent.probe.fully_sharded import mark_waits, parameter_groups, refuse_unmarked_waits
 from perseus.agent.probe.placement import Placement
 from tests.agent.marks_stub import MarksStub
 
@@ -77,6 +77,65 @@ def test_groups_are_found_in_every_version_s_place(model: Any, expected: list[Gr
 def test_an_unknown_version_is_refused(state: Any, lacking: str) -> None:
     with pytest.raises(ValueError, match=f"found it without {lacking}"):
         list(parameter_groups(module(state)))
+
+
+def sharded(**sizes: int) -> Any:
+    """A module as `fully_shard` leaves it: with `shard_mesh_size`, unless it replicates."""
+    group = Group()
+    vars(group)["mesh_info"] = SimpleNamespace(mesh=SimpleNamespace(size=lambda: 2), **sizes)
+    return module(SimpleNamespace(_fsdp_param_groups=[group]))
+
+
+def model_of(*modules: Any, over: int = 0) -> Any:
+    """A model of modules; `over`: over how many ranks its parameter is distributed."""
+    own = SimpleNamespace(device_mesh=SimpleNamespace(size=lambda: over)) if over else SimpleNamespace()
+    model = SimpleNamespace(parameters=lambda: [own])
+    model.modules = lambda: iter([model, *modules])
+    return model
+
+
+def of(torch_module: str) -> Any:
+    """An instance of a class with a base of one of torch's modules."""
+    return type("Derived", (type("Base", (), {"__module__": torch_module}),), {})()
+
+
+DDP, REPLICATE = "torch.nn.parallel.distributed", "torch.distributed._composable.replicate"
+FSDP1 = type("Derived", (type("FullyShardedDataParallel", (), {}),), {})
+MEGATRONS = type("TorchFullyShardedDataParallel", (), {})
+
+
+@pytest.mark.parametrize(
+    ("model", "in_stage", "in_replica"),
+    [
+        (model_of(), "", ""),
+        (model_of(sharded(shard_mesh_size=2), over=2), r"FSDP over 2 ranks .* within a stage", ""),
+        (model_of(sharded(shard_mesh_size=1), over=2), "", ""),
+        (model_of(sharded(), over=2), "", ""),
+        (model_of(sharded(shard_mesh_size=2), over=4), "FSDP over 2", "tensor parallelism .* over 4 ranks"),
+        (model_of(over=2), "", "tensor parallelism"),
+        (model_of(FSDP1()), *["Derived of"] * 2),
+        (model_of(MEGATRONS()), *["TorchFullyShardedDataParallel of"] * 2),
+        (model_of(SimpleNamespace(zero_optimization_stage=lambda: 1)), "", ""),
+        (model_of(SimpleNamespace(zero_optimization_stage=lambda: 2)), *["DeepSpeed's ZeRO stage 2"] * 2),
+        (model_of(of(DDP)), "DistributedDataParallel .* within a stage", ""),
+        (model_of(of(REPLICATE)), "DistributedDataParallel .* within a stage", ""),
+    ],
+)  # fmt: skip
+def test_waits_that_count_as_computing_are_refused(model: Any, in_stage: str, in_replica: str) -> None:
+    for is_stage, found in ((True, in_stage), (False, in_replica)):
+        if not found:
+            refuse_unmarked_waits(model, "here", is_stage=is_stage)
+            continue
+        with pytest.raises(
+            OSError, match=f"^here: expected .*, found {found}.*, where waiting counts as computing$"
+        ):
+            refuse_unmarked_waits(model, "here", is_stage=is_stage, refusal=OSError)
+
+
+def test_a_distributed_data_parallel_around_a_stage_is_accepted() -> None:
+    stage = of(DDP)
+    stage.modules = lambda: iter([stage])
+    refuse_unmarked_waits(stage, "here", is_stage=True)
 
 
 @pytest.fixture

@@ -156,6 +156,7 @@ def attach(
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     placement = _placement(parallel_state, device)
+    refuse_experts_of_replicas(config, placement)
     attachment = Attachment(
         placement,
         connect_marks(connect, job_id, placement, device),
@@ -252,6 +253,20 @@ def _placement(parallel_state: Any, device: "torch.device") -> Placement:
         tensor_count=parallel_state.get_context_parallel_world_size() * tensor_count,
         gpu_uuid=gpu_uuid(device),
     )
+
+
+def refuse_experts_of_replicas(config: Any, placement: Placement) -> None:
+    """Raise ValueError if replicas share experts: then they wait for each other within computations.
+
+    Megatron-Core spreads experts over one replica's ranks first.
+    """
+    experts = getattr(config, "expert_model_parallel_size", 1)
+    count = experts * (getattr(config, "expert_tensor_parallel_size", None) or 1)
+    if count > placement.tensor_count:
+        raise ValueError(
+            f"config: expert_model_parallel_size: expected experts on the {placement.tensor_count} tensor- "
+            f"and context-parallel ranks, found them on {count}, where waiting counts as computing"
+        )
 
 
 def work_of(config: Any, schedules: "MarkedSchedules | None") -> StageWork:

@@ -3,13 +3,20 @@
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from perseus.agent.link.computation import Kind
-from perseus.agent.megatron import MarkedSchedules, MarkedTimers, OfThisProcess, wrap_train
+from perseus.agent.megatron import (
+    MarkedSchedules,
+    MarkedTimers,
+    OfThisProcess,
+    refuse_experts_of_replicas,
+    wrap_train,
+)
 from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.placement import Placement
@@ -397,6 +404,20 @@ def test_a_sharded_model_is_not_marked_and_trains_as_before(caplog: pytest.LogCa
     assert marks.calls == [("begin_iteration",), ("close",)]
     (message,) = caplog.messages
     assert "training continues at stock clocks: chunk 0: expected at most DistributedData" in message
+
+
+@pytest.mark.parametrize(
+    ("experts", "tensor_count", "is_refused"), [((1, 2), 2, False), ((2, 1), 2, False), ((2, 2), 2, True)]
+)
+def test_experts_that_replicas_share_are_refused(
+    experts: tuple[int, int], tensor_count: int, is_refused: bool
+) -> None:
+    names = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+    config = SimpleNamespace(**dict(zip(names, experts, strict=True)))
+    placement = Placement(0, 2, 0, 1, 0, tensor_count)
+    refuse_experts_of_replicas(SimpleNamespace(), placement)
+    with pytest.raises(ValueError, match="found them on 4") if is_refused else nullcontext():
+        refuse_experts_of_replicas(config, placement)
 
 
 def test_a_loop_without_a_configuration_is_refused() -> None:

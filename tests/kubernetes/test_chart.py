@@ -320,12 +320,12 @@ def test_its_commands_and_probes_do_what_they_are_for(tmp_path: Path, is_mutual:
     )
     security = Security(tmp_path / "security")
     coordinator, agent = (mounted(found, part, security, tmp_path, port) for part in ("coordinator", "agent"))
-    assert [*probe(coordinator), *probe(agent)] == [1, 1, 1], "nobody is there"
+    assert [*probe(coordinator), *probe(agent)] == [1, 1, 1, 1], "nobody is there"
     with started(coordinator, "listening"):
         assert probe(coordinator) == [0, 0]
         allow_agents(security, tmp_path, port)
         with started(agent, "connected"):
-            assert probe(agent) == [0]
+            assert probe(agent) == [0, 0]
         nobody = {name: value for name, value in coordinator.environment.items() if "_TLS_" not in name}
         assert probe(replace(coordinator, environment=nobody)) != [0, 0]
 

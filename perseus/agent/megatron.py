@@ -62,6 +62,8 @@ _log = logging.getLogger("perseus.megatron")
 _LOOP = "megatron.training.training"
 # These don't run computations by forward_step and backward_step, or vary them.
 _UNSUPPORTED = ("overlap_moe_expert_parallel_comm", "hybrid_context_parallel")
+# Over so many ranks, which count as replicas, each layer's weights are gathered before it runs.
+_GATHERED = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
 _ITERATIONS = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
@@ -156,7 +158,7 @@ def attach(
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     placement = _placement(parallel_state, device)
-    refuse_experts_of_replicas(config, placement)
+    refuse_shared_weights(config, placement)
     attachment = Attachment(
         placement,
         connect_marks(connect, job_id, placement, device),
@@ -255,11 +257,17 @@ def _placement(parallel_state: Any, device: "torch.device") -> Placement:
     )
 
 
-def refuse_experts_of_replicas(config: Any, placement: Placement) -> None:
-    """Raise ValueError if replicas share experts: then they wait for each other within computations.
+def refuse_shared_weights(config: Any, placement: Placement) -> None:
+    """Raise ValueError if replicas share weights: then they wait for each other within computations.
 
     Megatron-Core spreads experts over one replica's ranks first.
     """
+    for name in _GATHERED:
+        if (ranks := getattr(config, name, None) or 1) > 1:
+            raise ValueError(
+                f"config: {name}: expected 1, found {ranks} ranks that gather their weights for every "
+                "computation, where waiting counts as computing"
+            )
     experts = getattr(config, "expert_model_parallel_size", 1)
     count = experts * (getattr(config, "expert_tensor_parallel_size", None) or 1)
     if count > placement.tensor_count:
@@ -369,9 +377,9 @@ class MarkedSchedules:
             return None
         chunk = self._chunk_of(args, kwargs) or 0
         model = self._model_of(args, kwargs)
-        if model is not None and chunk not in self._models:  # `attach` has no model
+        is_new, self._models[chunk] = chunk not in self._models, model
+        if model is not None and is_new:  # `attach` has no model
             refuse_unmarked_waits(model, f"chunk {chunk}", is_stage=True, refusal=UnmarkableError)
-        self._models[chunk] = model
         return Kind.FORWARD, self._microbatch_of(args, kwargs), chunk
 
     def _note_output(self, forward: tuple[Kind, int, int], result: Any) -> None:

@@ -207,6 +207,11 @@ def attach_model(
         else:
             marked.mark_function(*forward, optimizer)
         mark_waits(attachment, sharded)
+        # It copies the first rank's buffers to the others before forwards. Its class is marked, as it may be
+        # copied and pickled with its own attributes.
+        ddp = torch.nn.parallel.DistributedDataParallel
+        sync_buffers = torch.compiler.disable(attachment.waiting(ddp._sync_buffers))
+        attachment.replace(ddp, "_sync_buffers", sync_buffers)
         watch_steps(attachment, marked.why_unmarked, model)
 
     return attachment.put_marks(put_marks)

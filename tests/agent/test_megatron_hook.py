@@ -14,7 +14,7 @@ from perseus.agent.megatron import (
     MarkedSchedules,
     MarkedTimers,
     OfThisProcess,
-    refuse_experts_of_replicas,
+    refuse_shared_weights,
     wrap_train,
 )
 from perseus.agent.probe.attachment import Attachment
@@ -403,7 +403,7 @@ def test_a_sharded_model_is_not_marked_and_trains_as_before(caplog: pytest.LogCa
         assert megatron.module.forward_backward_no_pipelining() == "losses"
     assert marks.calls == [("begin_iteration",), ("close",)]
     (message,) = caplog.messages
-    assert "training continues at stock clocks: chunk 0: expected at most DistributedData" in message
+    assert "training continues at stock clocks: chunk 0: expected at most a DistributedData" in message
 
 
 @pytest.mark.parametrize(
@@ -415,9 +415,16 @@ def test_experts_that_replicas_share_are_refused(
     names = ("expert_model_parallel_size", "expert_tensor_parallel_size")
     config = SimpleNamespace(**dict(zip(names, experts, strict=True)))
     placement = Placement(0, 2, 0, 1, 0, tensor_count)
-    refuse_experts_of_replicas(SimpleNamespace(), placement)
+    refuse_shared_weights(SimpleNamespace(), placement)
     with pytest.raises(ValueError, match="found them on 4") if is_refused else nullcontext():
-        refuse_experts_of_replicas(config, placement)
+        refuse_shared_weights(config, placement)
+
+
+def test_weights_that_ranks_gather_for_every_computation_are_refused() -> None:
+    placement = Placement(0, 2, 0, 1, 0, 1)
+    refuse_shared_weights(SimpleNamespace(gtp_weight_remat_size=1), placement)
+    with pytest.raises(ValueError, match="expert_gtp_weight_remat_size: expected 1, found 2 ranks"):
+        refuse_shared_weights(SimpleNamespace(expert_gtp_weight_remat_size=2), placement)
 
 
 def test_a_loop_without_a_configuration_is_refused() -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from perseus.agent.link.computation import Kind
 from perseus.agent.torch import attach, attach_model, stages_of
 from tests.agent.marks_stub import MarksStub
 
@@ -40,6 +41,15 @@ def tensor_parallel(model: nn.Module) -> nn.Module:
     return parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
 
 
+def data_and_tensor_parallel(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    return nn.Sequential(
+        DistributedDataParallel(
+            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()}), device_mesh=mesh["dp"]
+        )
+    )
+
+
 def fsdp1(model: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(model, device_id=CPU)
 
@@ -54,11 +64,14 @@ WRAPPINGS: list[tuple[Callable[[Any], Any], str, str]] = [
     (lambda model: nn.Sequential(fully_shard(model)), "FSDP over 2 ranks", ""),
     (lambda model: fully_shard(model, mesh=mesh_of_one()), "", ""),
     (replicate_with_fsdp, "", ""),
+    (lambda model: nn.Sequential(replicate_with_fsdp(model)), "replicas on 2 ranks", ""),
     (fsdp1, "FullyShardedDataParallel of torch", "FullyShardedDataParallel of torch"),
     (DistributedDataParallel, "", ""),
     (lambda model: nn.Sequential(DistributedDataParallel(model)), "DistributedDataParallel", ""),
-    (replicate, "DistributedDataParallel", ""),
-    (tensor_parallel, "", "tensor parallelism"),
+    (replicate, "replicate", ""),
+    (lambda model: nn.Sequential(model, nn.SyncBatchNorm(8)), "SyncBatchNorm", "SyncBatchNorm"),
+    (tensor_parallel, "", "tensor or expert parallelism"),
+    (data_and_tensor_parallel, "DistributedDataParallel", "tensor parallelism"),
 ]
 
 
@@ -85,3 +98,26 @@ def test_data_parallelism_that_waits_within_computations_is_refused(
             attach_model(model, optimizer, **arguments)
     else:
         attach_model(model, optimizer, **arguments).detach()
+
+
+@pytest.fixture
+def _one_rank() -> Iterator[None]:
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_the_copy_of_buffers_before_a_forward_is_a_wait() -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    marks, sync_buffers = MarksStub(), DistributedDataParallel._sync_buffers
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach_model(model, optimizer, job_id="gpt", connect=lambda **_: marks):
+        for _ in range(2):
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+    forward = [("begin", Kind.FORWARD, 0, 0), ("begin_wait",), ("end_wait",), ("end", Kind.FORWARD, 0, 0)]
+    for begin in (each for each, call in enumerate(marks.calls) if call == forward[0]):
+        assert marks.calls[begin : begin + 4] == forward
+    assert marks.calls.count(("begin_wait",)) == 2
+    assert DistributedDataParallel._sync_buffers is sync_buffers, "left as it was"

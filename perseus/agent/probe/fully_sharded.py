@@ -61,39 +61,61 @@ def refuse_unmarked_waits(
     """Raise `refusal` for a model, or a pipeline's stage, within whose computations ranks wait unmarked."""
     expected, waits = "DistributedDataParallel, or fully_shard alone", _waits_in_replica(model)
     if is_stage:
-        expected, waits = "at most DistributedDataParallel around it", _waits_in_stage(model)
-    for wait in (*_waits_of_wrappers(model), *waits):
+        expected, waits = "at most a DistributedDataParallel that is the stage itself", _waits_in_stage(model)
+    for wait in (*_waits_of_modules(model), *waits):
         raise refusal(f"{where}: expected {expected}, found {wait}, where waiting counts as computing")
 
 
-def _waits_of_wrappers(model: Any) -> Iterator[str]:
+def _waits_of_modules(model: Any) -> Iterator[str]:
     for module in model.modules():
         names = [base.__name__ for base in type(module).__mro__]
         if any(wrapper in name for wrapper in _WRAPPERS for name in names):
             yield f"{type(module).__name__} of {type(module).__module__}"
+        if "SyncBatchNorm" in names and _rank_count(module.process_group) > 1:
+            yield "SyncBatchNorm"
         # Of DeepSpeed's engine: from stage 2 on, ranks wait for each other within backwards.
         if (zero_stage := getattr(module, "zero_optimization_stage", int)()) >= 2:
             yield f"DeepSpeed's ZeRO stage {int(zero_stage)}"
+        if (count := getattr(module, "autotp_size", int)()) > 1:
+            yield f"tensor parallelism (DeepSpeed's, over {count} ranks)"
+
+
+def _rank_count(process_group: Any) -> int:
+    """Return the number of ranks of a group, or of all without one."""
+    from torch import distributed  # which a module with a process group has imported
+
+    return distributed.get_world_size(process_group) if distributed.is_initialized() else 1
 
 
 def _waits_in_stage(stage: Any) -> Iterator[str]:
+    # Only of a stage that is itself sharded, or a DistributedDataParallel, torch delays the reduction of
+    # gradients to the last backward. torchtitan also shards over one rank, and `replicate` over none.
+    is_delayed = hasattr(stage, "_get_fsdp_state")
     for group in parameter_groups(stage):
-        # torchtitan also shards over one rank, `replicate` over none; gradients are reduced after backwards.
         if (count := getattr(group.mesh_info, "shard_mesh_size", 1)) > 1:
             yield f"FSDP over {count} ranks (fully_shard) within a stage of a pipeline"
+        elif not is_delayed and (count := group.mesh_info.mesh.size()) > 1:
+            yield f"replicas on {count} ranks (replicate or fully_shard) of a part of a stage of a pipeline"
     for module in stage.modules():
-        # Only of a stage that is itself a DistributedDataParallel torch knows the last backward.
         homes = {base.__module__ for base in type(module).__mro__}
-        if "torch.distributed._composable.replicate" in homes or (_DDP in homes and module is not stage):
-            yield "DistributedDataParallel (or replicate) within a stage of a pipeline"
+        if "torch.distributed._composable.replicate" in homes:
+            yield "replicate (torch.distributed._composable) within a stage of a pipeline"
+        elif _DDP in homes and module is not stage:
+            yield "DistributedDataParallel within a stage of a pipeline"
 
 
 def _waits_in_replica(model: Any) -> Iterator[str]:
-    sharded_count = max((group.mesh_info.mesh.size() for group in parameter_groups(model)), default=1)
+    sharded_counts = {
+        id(sharded.sharded_param): group.mesh_info.mesh.size()
+        for group in parameter_groups(model)
+        for sharded in group.fsdp_params
+    }
     for parameter in model.parameters():
         mesh = getattr(parameter, "device_mesh", None)
-        if mesh is not None and mesh.size() > sharded_count:
-            yield f"tensor parallelism (a parameter over {mesh.size()} ranks)"
+        if mesh is not None and mesh.size() > sharded_counts.get(id(parameter), 1):
+            yield f"tensor or expert parallelism (a parameter over {mesh.size()} ranks)"
+        if hasattr(parameter, "_st_info"):  # DistributedDataParallel keeps a DTensor's part between forwards
+            yield "tensor parallelism (parameters that are DTensors in forwards)"
 
 
 def _groups_of(state: Any) -> list[Any]:

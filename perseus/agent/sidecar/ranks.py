@@ -193,9 +193,12 @@ class Ranks:
     async def _register(self, trainer: Trainer, registration: Registration) -> None:
         claim = trainer.claim
         labels = claim.verdict.labels if claim.verdict is not None else ()
-        trainer.connection.reply(
-            await self._uplink.register(claim.rank.job_id, registration, claim.user.name, labels)
-        )
+        try:
+            reply = await self._uplink.register(claim.rank.job_id, registration, claim.user.name, labels)
+        except Exception:  # a bug: it concerns only this job
+            _log.exception("job not registered", job=claim.rank.job_id)
+            reply = Reply(False, "INTERNAL", "the agent failed to register the job: see its log")
+        trainer.connection.reply(reply)
         self._specify(trainer, registration.spec_fingerprint)
 
     def _note_unmarked(self, trainer: Trainer, why: str) -> None:

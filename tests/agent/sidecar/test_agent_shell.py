@@ -200,6 +200,23 @@ async def test_marks_are_read_while_the_coordinator_is_slow_to_register_the_job(
         probe.close()
 
 
+async def test_a_bug_in_registering_is_answered(
+    tmp_path: Path,
+    gpu: EmulatedGpu,
+    start: Start,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registration.Registrar, "register", None)
+    coordinator = await start(Inbox())
+    async with serving(settings(tmp_path, coordinator.port)):
+        trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
+        await until(lambda: trainer.is_registered is not None, "an answer")
+        await until(lambda: trainer.iteration_count >= 2, "training")
+        await trainer.stop()
+    assert "job not registered: the agent failed to register the job: see its log" in caplog.text
+
+
 async def test_a_rank_is_announced_once_its_trainer_has_sent_its_specification(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:

@@ -95,6 +95,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
         [*AGENT, f"/tmp/{'a' * 120}"], 1, "expected a socket path of at most 107 bytes, found 125",
     ),
     "health: no agent": (["health", "--agent", "{folder}/none"], 1, "no agent at {folder}/none: No such"),
+    "health: a living coordinator": (["health", "--alive"], 2, "--alive: expected --agent, found none"),
     "health: a file": (["health", "--agent", "profile.csv"], 1, "no agent at profile.csv: Connection"),
     # Databases.
     "check: another's": (

@@ -42,9 +42,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment, never_raises, stands_aside
 from perseus.agent.probe.client import Probe
+from perseus.agent.probe.collective_waits import refuse_unmarked_waits
 from perseus.agent.probe.exchange import StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
-from perseus.agent.probe.fully_sharded import refuse_unmarked_waits
 from perseus.agent.probe.job_spec import check_job
 from perseus.agent.probe.marks import Connect, UnmarkableError
 from perseus.agent.probe.placement import Placement, gpu_uuid

@@ -28,9 +28,9 @@ from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe import placement as places
 from perseus.agent.probe.attachment import Attachment, Identify, never_raises
 from perseus.agent.probe.client import Probe
+from perseus.agent.probe.collective_waits import mark_waits, parameter_groups, refuse_unmarked_waits
 from perseus.agent.probe.exchange import LocalExchange, StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
-from perseus.agent.probe.fully_sharded import mark_waits, parameter_groups, refuse_unmarked_waits
 from perseus.agent.probe.job_order import table_if_any
 from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.stage_work import StageWork, shapes_of, stage_work, while_alive

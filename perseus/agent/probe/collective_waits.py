@@ -15,7 +15,7 @@ The wait for the last gradients is in an autograd callback, after the backward's
 
 Waits that are not marked would make a slow neighbour look like the rank's own work; `refuse_unmarked_waits`
 refuses them. A `DistributedDataParallel` around a whole stage waits too, but in its last backward only, which
-the coordinator does not judge, and medians over the microbatches leave out.
+the coordinator does not judge, and the median over three or more microbatches leaves out.
 
 Standard library only: groups and wrappers are recognised by their attributes and names.
 """

@@ -8,8 +8,8 @@ import pytest
 
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.collective_waits import mark_waits, parameter_groups, refuse_unmarked_waits
 from perseus.agent.probe.exchange import LocalExchange
-from perseus.agent.probe.fully_sharded import mark_waits, parameter_groups, refuse_unmarked_waits
 from perseus.agent.probe.placement import Placement
 from tests.agent.marks_stub import MarksStub
 

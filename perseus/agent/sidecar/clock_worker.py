@@ -13,7 +13,8 @@ loop that hangs, the thread goes to stock by itself, and back to the requested c
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -123,14 +124,17 @@ class ClockWorker:
 
         Raises RuntimeError after `close`.
         """
-        self._set_desired(_DesiredClock(target_mhz, self._monotonic()), None)
+        wanted = _DesiredClock(target_mhz, self._monotonic())
+        with self._deciding():
+            self._desired, self._scheduled, self._retried, self._suspended = wanted, None, None, None
 
     def schedule(self, target_mhz: int | None, due_s: float) -> None:
         """Request this clock, or `STOCK`, from `due_s` on, in place of the scheduled one; returns at once.
 
         Raises RuntimeError after `close`.
         """
-        self._set_desired(self._desired, _DesiredClock(target_mhz, due_s))
+        with self._deciding():
+            self._scheduled = _DesiredClock(target_mhz, due_s)
 
     def renew(self) -> None:
         """Show that the caller still decides on the clock, as requests do; returns at once."""
@@ -162,13 +166,12 @@ class ClockWorker:
         begun_at_s = self._begun_at_s
         return now_s - begun_at_s if begun_at_s is not None else 0.0
 
-    def _set_desired(self, wanted: _DesiredClock | None, scheduled: _DesiredClock | None) -> None:
+    @contextmanager
+    def _deciding(self) -> Iterator[None]:
         with self._changed:
             if self._closing:
                 raise RuntimeError(f"GPU {self._gpu.uuid}: its clock worker is closed")
-            if wanted is not self._desired:
-                self._retried = self._suspended = None
-            self._desired, self._scheduled = wanted, scheduled
+            yield
             self._renewed_at_s = self._monotonic()
             self._changed.notify()
 

@@ -140,9 +140,11 @@ class Emulation:
         # (Cauchy-Schwarz). So some margin is always enough; one step more allows for rounding.
         most = float(np.hypot(self._errors[:-1].max(axis=0), self._errors[-1]).max()) + _ERROR_STEP
         self._error_counts = np.arange(0.0, most + _ERROR_STEP, _ERROR_STEP)
-        total_s = sum(
-            max(m[0] + self._error_counts[-1] * m[1] for m in some.values()) for some in self._times
-        )
+        longest_s = {
+            key: max(m[0] + self._error_counts[-1] * m[1] for m in some.values())
+            for key, some in times.items()
+        }
+        total_s = sum(longest_s[key] for key in keys)
         if total_s > (max_s := _MAX_TOTAL_PS / self._ps_per_s):
             raise SolverError(
                 f"time_se_s: expected standard errors with which all computations may take "

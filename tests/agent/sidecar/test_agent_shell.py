@@ -448,9 +448,6 @@ async def test_a_job_s_saving_reaches_its_first_rank_s_trainer(
     monkeypatch.setattr(agent_connection, "_NOTICE_PERIOD_NS", 0)
     coordinator = await start(Inbox())
 
-    def answer(*savings: wire.JobSaving) -> None:
-        coordinator.send(wire.ConnectResponse(heartbeat=wire.Heartbeat(savings=savings)))
-
     async with serving(settings(tmp_path, coordinator.port)):
         probe = await asyncio.to_thread(connected_probe, tmp_path / "run" / "agent.sock", is_registered=True)
 
@@ -463,8 +460,9 @@ async def test_a_job_s_saving_reaches_its_first_rank_s_trainer(
 
         await coordinator.until(lambda inbox: bool(inbox.all("rank_joined")), "the rank")
         other = wire.JobSaving(job_id="other", energy_percent=50.0)
-        answer(other, wire.JobSaving(job_id="job", energy_percent=13.24, slowdown_percent=0.06))
+        job = wire.JobSaving(job_id="job", energy_percent=13.24, slowdown_percent=0.06)
+        coordinator.inbox.savings = [other, job]
         await until_known(Saving(13.2, 0.1))
-        answer(other)
+        coordinator.inbox.savings = [other]
         await until_known(None)
         await asyncio.to_thread(probe.close)

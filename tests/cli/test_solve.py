@@ -458,7 +458,10 @@ def test_broken_frontier_file_is_named(tmp_path: Path, content: str, expected: s
         (lambda lines: [*lines, "0,sideways,900,0.1,5"], "sideways"),
         (lambda lines: [*lines, lines[0]], "row 2"),
         (lambda lines: [line for line in lines if not line.startswith("1,backward")], "backward"),
-        (lambda lines: lines[:-1], "600"),
+        (
+            lambda lines: [line for line in lines if not line.startswith("1,backward,1000")],
+            "expected stage 1 backward at the stage's highest clock, 1000 MHz",
+        ),
     ],
     ids=[
         "nan",
@@ -467,7 +470,7 @@ def test_broken_frontier_file_is_named(tmp_path: Path, content: str, expected: s
         "unknown instruction",
         "duplicate",
         "no backward",
-        "no clock",
+        "no highest clock",
     ],
 )
 def test_bad_profile_is_refused_and_nothing_is_written(tmp_path: Path, change: Any, expected: str) -> None:

@@ -5,7 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from perseus.solver import Kind, MeasuredSetting, Measurement, ProfileError, read_profile_csv
+from perseus.solver import (
+    Kind,
+    MeasuredSetting,
+    Measurement,
+    Pipeline,
+    ProfileError,
+    one_forward_one_backward,
+    plan_at,
+    read_profile_csv,
+    solve,
+)
+from perseus.solver.pipeline import ProfileKey
+from perseus.solver.study import envpipe, zeus_global
 from tests.solver.pipelines import published_profile_path
 
 GOOD = [
@@ -102,13 +114,16 @@ def test_duplicate_rows(read: Callable[[list[str]], object]) -> None:
         (GOOD[:1], "expected at least one row below the header, found none"),
         (["stage,instruction,clock,time,energy", *GOOD[1:]], "row 1: .* found no frequency in stage,"),
         (GOOD[:5], None),
-        (GOOD[:6], "expected stage 1 forward at each of the file's 2 clocks, found no row at 1200 MHz"),
+        (
+            [*GOOD[:6], *GOOD[7:]],
+            "expected stage 1 backward at the stage's highest clock, 1410 MHz, found 1200 MHz as its highest",
+        ),
         (
             [row for row in GOOD if not row.startswith("1,backward")],
             "expected stage 1 backward .* found no row$",
         ),
-        ([row for row in GOOD if not row.startswith("0,")], "expected stage 0 forward .* found no row$"),
-        (GOOD[:-1], "expected stage 1 backward at each .* found no row at 1200 MHz"),
+        ([row for row in GOOD if not row.startswith("0,")], "expected stage 0 forward, found no row$"),
+        (GOOD[:-1], None),
     ],
 )
 def test_missing_parts(read: Callable[[list[str]], object], lines: list[str], message: str | None) -> None:
@@ -117,6 +132,29 @@ def test_missing_parts(read: Callable[[list[str]], object], lines: list[str], me
         return
     with pytest.raises(ProfileError, match=message):
         read(lines)
+
+
+def test_computations_have_their_own_clocks(
+    read: Callable[[list[str]], dict[ProfileKey, tuple[Measurement, ...]]],
+) -> None:
+    """As after a scan that ended for each computation where its energy rose."""
+    profiles = read([*GOOD[:-1], "0,backward,1100,0.11,35"])
+    pipeline = Pipeline(one_forward_one_backward(2, 4), profiles, (60.0, 60.0))
+    frontier = solve(pipeline, point_count=5)
+    clocks_mhz = {
+        key: sorted({m.clock_mhz for m in measured}, reverse=True) for key, measured in profiles.items()
+    }
+    assert clocks_mhz == {
+        (0, 0, Kind.FORWARD): [1410, 1200],
+        (0, 0, Kind.BACKWARD): [1410, 1200, 1100],
+        (1, 0, Kind.FORWARD): [1410, 1200],
+        (1, 0, Kind.BACKWARD): [1410],
+    }
+    slowest = plan_at(pipeline, frontier.points[-1].iteration_time_s)
+    for c, clock_mhz in slowest.clocks_mhz.items():
+        assert clock_mhz == clocks_mhz[c.stage, c.chunk, c.kind][-1]
+    assert {clock for plan in zeus_global(pipeline) for clock in plan.clocks_mhz.values()} == {1410}
+    assert envpipe(pipeline).iteration_time_s >= frontier.baseline.iteration_time_s
 
 
 WITH_LIMIT = [f"{GOOD[0]},power_limit_w,kernel", *(f"{row},300,split" for row in GOOD[1:])]
@@ -152,8 +190,8 @@ def test_not_every_setting_need_be_measured_of_every_computation(
 ) -> None:
     only_here = "0,forward,1410,0.055,17,250,split"
     assert read([*WITH_LIMIT, only_here]).keys() == read(WITH_LIMIT).keys()
-    without = [row for row in WITH_LIMIT if not row.startswith("1,backward,1200")]
-    with pytest.raises(ProfileError, match=r"expected stage 1 backward at each .* found no row at 1200 MHz"):
+    without = [row for row in WITH_LIMIT if not row.startswith("1,backward,1410")]
+    with pytest.raises(ProfileError, match=r"expected stage 1 backward at .* found 1200 MHz as its highest"):
         read([*without, only_here])
 
 
@@ -234,7 +272,7 @@ def test_chunks_and_split_backwards(read: Callable[[list[str]], dict[object, obj
     rows = [f"0,{kind},1410,0.05,20,{chunk}" for kind in kinds for chunk in (1, 0)]
     found = read([f"{head.strip()},chunk", *rows])
     assert list(found) == [(0, chunk, Kind(kind)) for chunk in (0, 1) for kind in kinds]
-    with pytest.raises(ProfileError, match=r"expected stage 0 chunk 1 backward at each .* found no row$"):
+    with pytest.raises(ProfileError, match=r"expected stage 0 chunk 1 backward at the .* found no row$"):
         read([f"{head.strip()},chunk", *rows[:2], *rows[3:]])
     with pytest.raises(ProfileError, match="column chunk: expected a whole number of at most 255"):
         read([f"{head.strip()},chunk", "0,forward,1410,0.05,20,256"])

@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from perseus.logs import LogFormat, LogLevel
 from perseus.service.domain.limits import Limits
 from perseus.service.domain.retention import Retention
+from perseus.service.domain.signals import MAX_INTENSITY_G_PER_KWH
 from perseus.service.job.rules import Rules
 from perseus.service.signal_settings import SignalSettings
 from perseus.tls.address import host_and_port
@@ -182,7 +183,7 @@ class CoordinatorSettings(Rules, Limits, Retention, BaseSettings):
     intensity_g_per_kwh: float | None = Field(
         default=None,
         ge=0,
-        le=1e5,
+        le=MAX_INTENSITY_G_PER_KWH,
         description="Grams of CO2 per kWh, for the ledger; without it, carbon is unknown.",
     )
     feeds: dict[str, FeedSettings] = Field(

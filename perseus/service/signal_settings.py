@@ -1,5 +1,6 @@
 """A signal, in the coordinator's TOML file: `[signals.NAME]`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 from urllib.parse import urlsplit
@@ -7,6 +8,20 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from perseus.tls.address import is_local
+
+Unit = Literal["g/kWh", "kg/MWh", "lbs/MWh", "per kWh", "per MWh"]
+
+UNITS: Mapping[str, Mapping[str, float]] = {
+    "carbon": {"g/kWh": 1.0, "kg/MWh": 1.0, "lbs/MWh": 0.45359237},
+    "price": {"per kWh": 1.0, "per MWh": 1e-3},
+}
+"""By kind, the units of a file's values, and what one is in g/kWh or per kWh."""
+
+
+def check_unit(kind: str, unit: str | None) -> None:
+    """Raise ValueError if values of this kind can't have the unit."""
+    if unit is not None and unit not in UNITS[kind]:
+        raise ValueError(f"expected a unit of kind {kind}, one of {', '.join(UNITS[kind])}, found {unit!r}")
 
 
 class SignalSettings(BaseModel):
@@ -24,6 +39,10 @@ class SignalSettings(BaseModel):
         default=None, description="CSV file with a column timestamp; read again when it changes."
     )
     column: str = Field(default="", max_length=256, description="The file's column of values.")
+    unit: Unit | None = Field(
+        default=None,
+        description="Unit of the file's values; g/kWh, or per kWh for prices, if not given.",
+    )
     provider: Literal["electricity-maps", "uk-carbon-intensity"] | None = Field(
         default=None, description="A provider on the network."
     )
@@ -76,6 +95,9 @@ class SignalSettings(BaseModel):
             raise ValueError("expected one of csv and provider")
         if (self.csv is None) != (not self.column):
             raise ValueError("expected csv and column together")
+        if self.csv is None and self.unit is not None:
+            raise ValueError("expected a unit with csv only")
+        check_unit(self.kind, self.unit)
         if (self.provider == "electricity-maps") != bool(self.zone):
             raise ValueError("expected a zone with provider electricity-maps, and with nothing else")
         if self.region is not None and self.provider != "uk-carbon-intensity":

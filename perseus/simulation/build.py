@@ -110,7 +110,9 @@ def build_fleet(
             for part in scenario.budgets
         ]
         signals = {
-            part.kind: read_signal_csv(part.file, part.kind, part.column, stale_s=part.stale_h * HOUR_S)
+            part.kind: read_signal_csv(
+                part.file, part.kind, part.column, unit=part.unit, stale_s=part.stale_h * HOUR_S
+            )
             for part in scenario.signals
         }
     except (InvalidFieldError, SignalFileError) as error:

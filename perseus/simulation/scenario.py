@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from perseus.job_id import JOB_ID_RULE, is_job_id
 from perseus.service.domain.power import DEFAULT_FEED
 from perseus.service.domain.signals import SignalKind
+from perseus.service.signal_settings import Unit, check_unit
 from perseus.simulation.replay import Forecast
 
 
@@ -118,7 +119,13 @@ class SignalPart(ScenarioPart):
     kind: SignalKind
     file: Path
     column: str
+    unit: Unit | None = None
     stale_h: Hours = 3.0
+
+    @model_validator(mode="after")
+    def _unit_of_kind(self) -> "SignalPart":
+        check_unit(self.kind.value, self.unit)
+        return self
 
 
 class Scenario(ScenarioPart):

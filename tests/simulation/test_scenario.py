@@ -68,6 +68,10 @@ BUDGET = '[[budgets]]\nbudget_id = "b"\nbegin_h = 1\n'
             HEAD + JOB + "stragglers = [{ pipeline = 1, factor = 1.1 }]\n",
             "job 'x': expected a straggler among pipelines 0 to 0, found 1",
         ),
+        (
+            HEAD + JOB + '[[signals]]\nkind = "price"\nfile = "p.csv"\ncolumn = "p"\nunit = "lbs/MWh"\n',
+            ", signals.0: expected a unit of kind price, one of per kWh, per MWh, found 'lbs/MWh'",
+        ),
     ],
 )
 def test_the_error_names_the_place(tmp_path: Path, text: str, message: str) -> None:

@@ -1,7 +1,8 @@
 """Reads a signal from a CSV file with a column of times and one of values, named in the header.
 
-Times are ISO 8601 (UTC without an offset) or seconds since 1970. A row without a value is a gap. Messages
-number lines as an editor does: the header is line 1.
+Times are ISO 8601 (UTC without an offset) or seconds since 1970. A row without a value is a gap. Values have
+the unit that the operator states. Without one they are in g/kWh or per kWh, and an intensity that only other
+units can explain is refused. Messages number lines as an editor does: the header is line 1.
 """
 
 import csv
@@ -14,19 +15,26 @@ from pathlib import Path
 
 from perseus.regular_file import open_regular
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.signals import HOUR_S, MAX_SIGNAL_TIME_S, SignalKind
+from perseus.service.domain.signals import HOUR_S, MAX_INTENSITY_G_PER_KWH, MAX_SIGNAL_TIME_S, SignalKind
 from perseus.service.fleet.signals.series import MAX_VALUE, Signal
+from perseus.service.signal_settings import UNITS
 
 TIME_COLUMN = "timestamp"
 _MAX_ROWS = 1_000_000
+_MAX_ASSUMED_G_PER_KWH = 1000.0
+"""Hardly any grid emits more, so without a stated unit it is rather lbs/MWh, a number 2.2 times as high."""
 
 
 class SignalFileError(Exception):
     """A file is not a signal; the text names the file, line and column, and what was expected and found."""
 
 
-def read_signal_csv(path: Path, kind: SignalKind, column: str, *, stale_s: float = 3 * HOUR_S) -> Signal:
+def read_signal_csv(
+    path: Path, kind: SignalKind, column: str, *, unit: str | None = None, stale_s: float = 3 * HOUR_S
+) -> Signal:
     """Read a signal. A value is valid until the next row, the last one for the shortest interval of rows.
+
+    `unit`: one of its kind's in `UNITS`.
 
     Raises:
         SignalFileError: the file can't be read as such a table, a value is impossible, or times do not rise.
@@ -43,14 +51,17 @@ def read_signal_csv(path: Path, kind: SignalKind, column: str, *, stale_s: float
         raise SignalFileError(
             f"{path}: expected UTF-8 text, found byte 0x{error.object[error.start]:02x} at {error.start}"
         ) from None
+    factor = 1.0 if unit is None else UNITS[kind.value][unit]
     times_s: list[float] = []
     values: list[float] = []
     for line, time_s, value in rows:
         if times_s and time_s <= times_s[-1]:
             raise _refusal(path, line, TIME_COLUMN, "a later time than in the row before", f"{time_s:.0f} s")
         if value is not None:
+            if kind is SignalKind.CARBON:
+                _check_intensity(path, line, column, value * factor, unit)
             times_s.append(time_s)
-            values.append(value)
+            values.append(value * factor)
     if not values:
         raise SignalFileError(f"{path}, column {column}: expected at least one value, found none")
     every_s = [row[1] for row in rows]
@@ -106,6 +117,13 @@ def _value(path: Path, line: int, column: str, text: str | None) -> float | None
     if not (math.isfinite(value) and abs(value) <= MAX_VALUE):
         raise _refusal(path, line, column, f"a number from {-MAX_VALUE:g} to {MAX_VALUE:g}", repr(found))
     return value
+
+
+def _check_intensity(path: Path, line: int, column: str, g_per_kwh: float, unit: str | None) -> None:
+    maximum = _MAX_ASSUMED_G_PER_KWH if unit is None else MAX_INTENSITY_G_PER_KWH
+    if g_per_kwh > maximum:
+        hint = f" where no unit ({', '.join(UNITS['carbon'])}) is set" if unit is None else ""
+        raise _refusal(path, line, column, f"at most {maximum:g} g/kWh{hint}", f"{g_per_kwh:g} g/kWh")
 
 
 def _refusal(path: Path, line: int, column: str, expected: str, found: str) -> SignalFileError:

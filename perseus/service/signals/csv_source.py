@@ -20,11 +20,19 @@ class CsvSource:
     period_s = PERIOD_S
 
     def __init__(
-        self, path: Path, kind: SignalKind, column: str, stale_s: float, *, has_forecast: bool = True
+        self,
+        path: Path,
+        kind: SignalKind,
+        column: str,
+        stale_s: float,
+        *,
+        unit: str | None = None,
+        has_forecast: bool = True,
     ) -> None:
         self._path = path
         self._kind = kind
         self._column = column
+        self._unit = unit
         self._stale_s = stale_s
         self._has_forecast = has_forecast
         # Size, modification time and inode of the file that was read last.
@@ -66,7 +74,9 @@ class CsvSource:
                 f"{self._path}: expected at most {_MAX_BYTES} bytes, found {found.st_size} bytes"
             )
         try:
-            self._signal = read_signal_csv(self._path, self._kind, self._column, stale_s=self._stale_s)
+            self._signal = read_signal_csv(
+                self._path, self._kind, self._column, unit=self._unit, stale_s=self._stale_s
+            )
         except SignalFileError as error:
             raise SourceError(str(error)) from None
         self._seen = seen

@@ -13,7 +13,7 @@ ones. The key goes in the header `auth-token`.
 from collections.abc import Iterable
 from typing import Any
 
-from perseus.service.domain.signals import HOUR_S, SignalKind
+from perseus.service.domain.signals import SignalKind
 from perseus.service.fleet.signals.series import Signal
 from perseus.service.signals.json_client import JsonClient
 from perseus.service.signals.json_series import member, number, rows, signal_of, time_s
@@ -90,12 +90,7 @@ class ElectricityMaps:
 
 
 def _rows(found: Iterable[Any], value: str) -> list[tuple[float, float | None]]:
-    """Return times, rounded down to the hour, and values."""
+    """Return times and values. Zones differ in their steps: hours, quarter-hours or five minutes."""
     return [
-        (_hour_s(time_s(NAME, member(NAME, row, "datetime"))), number(NAME, member(NAME, row, value)))
-        for row in found
+        (time_s(NAME, member(NAME, row, "datetime")), number(NAME, member(NAME, row, value))) for row in found
     ]
-
-
-def _hour_s(at_s: float) -> float:
-    return HOUR_S * (at_s // HOUR_S)

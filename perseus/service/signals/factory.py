@@ -26,7 +26,9 @@ def open_source(name: str, settings: SignalSettings, environment: Mapping[str, s
     kind, stale_s = SignalKind(settings.kind), settings.stale_s
     has_forecast = settings.forecast == "source"
     if settings.csv is not None:
-        return CsvSource(settings.csv, kind, settings.column, stale_s, has_forecast=has_forecast)
+        return CsvSource(
+            settings.csv, kind, settings.column, stale_s, unit=settings.unit, has_forecast=has_forecast
+        )
     if settings.provider == "uk-carbon-intensity":
         client = JsonClient(settings.url or uk_carbon_intensity.URL, timeout_s=settings.timeout_s)
         return UkCarbonIntensity(client, settings.region, stale_s, has_forecast=has_forecast)

@@ -55,6 +55,46 @@ def test_a_row_without_a_value_is_a_gap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "unit", "expected"),
+    [
+        (SignalKind.CARBON, None, 900.0),
+        (SignalKind.CARBON, "g/kWh", 900.0),
+        (SignalKind.CARBON, "kg/MWh", 900.0),
+        (SignalKind.CARBON, "lbs/MWh", 408.233133),
+        (SignalKind.PRICE, None, 900.0),
+        (SignalKind.PRICE, "per kWh", 900.0),
+        (SignalKind.PRICE, "per MWh", 0.9),
+    ],
+)
+def test_values_are_converted_from_their_unit(
+    tmp_path: Path, kind: SignalKind, unit: str | None, expected: float
+) -> None:
+    path = write(tmp_path, "timestamp,value", "0,900")
+    assert read_signal_csv(path, kind, "value", unit=unit).values == pytest.approx([expected])
+
+
+@pytest.mark.parametrize(
+    ("unit", "value", "text"),
+    [
+        (
+            None,
+            "1003.3",
+            "at most 1000 g/kWh where no unit (g/kWh, kg/MWh, lbs/MWh) is set, found 1003.3 g/kWh",
+        ),
+        ("g/kWh", "2100", "at most 2000 g/kWh, found 2100 g/kWh"),
+        ("lbs/MWh", "5000", "at most 2000 g/kWh, found 2267.96 g/kWh"),
+    ],
+)
+def test_an_intensity_that_no_grid_has_is_refused(
+    tmp_path: Path, unit: str | None, value: str, text: str
+) -> None:
+    path = write(tmp_path, "timestamp,MOER", "0,900", f"300,{value}")
+    with pytest.raises(SignalFileError) as caught:
+        read_signal_csv(path, SignalKind.CARBON, "MOER", unit=unit)
+    assert str(caught.value) == f"{path}, line 3, column MOER: expected {text}"
+
+
+@pytest.mark.parametrize(
     ("lines", "text"),
     [
         (["time,g", "0,1"], "line 1: expected a column timestamp, found time, g"),
@@ -71,7 +111,7 @@ def test_a_row_without_a_value_is_a_gap(tmp_path: Path) -> None:
             "line 3, column timestamp: expected a later time than in the row before",
         ),
         (["timestamp,g", "9,"], "column g: expected at least one value, found none"),
-        (["timestamp,g", "9,-1"], "values[0]: expected 0 to 1e+06, found -1.0"),
+        (["timestamp,g", "9,-1"], "values[0]: expected 0 to 2000, found -1.0"),
         (["timestamp,g", '9,"1'], "line 2: expected CSV"),
     ],
 )

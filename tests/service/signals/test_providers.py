@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from perseus.service.domain.signals import HOUR_S, SignalKind
+from perseus.service.fleet.signals.history import SignalHistory
 from perseus.service.signals.electricity_maps import ElectricityMaps
 from perseus.service.signals.json_client import JsonClient
 from perseus.service.signals.source import SourceError
@@ -125,6 +126,33 @@ async def test_its_prices_are_per_kilowatt_hour_and_may_be_negative() -> None:
     assert list(signal.values) == pytest.approx([-0.005, 0.005, 0.015, 0.025])
 
 
+@pytest.mark.parametrize(
+    ("kind", "path", "name", "rows_name", "factor"),
+    [
+        (SignalKind.CARBON, "/v3/carbon-intensity/history", "carbonIntensity", "history", 1.0),
+        (SignalKind.PRICE, "/v4/price-day-ahead/combined", "value", "data", 1000.0),
+    ],
+)
+async def test_quarter_hours_count_each_in_the_mean_of_their_hour(
+    kind: SignalKind, path: str, name: str, rows_name: str, factor: float
+) -> None:
+    values = {"11:45": 0.0, "12:00": 20.0, "12:15": 60.0, "12:30": 120.0, "12:45": 200.0}
+    quarters = [
+        {"datetime": f"2026-03-01T{at}:00.000Z", name: value, "unit": "EUR/MWh"}
+        for at, value in values.items()
+    ]
+    async with serving({path: {"zone": "DE", rows_name: quarters}}) as server:
+        source = maps(server, kind, has_forecast=kind is SignalKind.PRICE)
+        signal = await source.read(NOON_S + HOUR_S)
+        await source.close()
+    assert signal.valid_s == HOUR_S / 4
+    assert signal.value_at(NOON_S + HOUR_S / 4) == 60.0 / factor
+    history = SignalHistory()
+    history.take(signal, NOON_S + HOUR_S)
+    assert history.mean_in_hour(int(NOON_S // HOUR_S)) == pytest.approx(100.0 / factor)
+    assert signal.hourly(NOON_S + HOUR_S)[1].tolist() == pytest.approx([100.0 / factor])
+
+
 async def test_without_forecasts_only_past_values_are_returned() -> None:
     async with serving(MAPS | UK) as server:
         sources = maps(server, has_forecast=False), uk(server, has_forecast=False)
@@ -166,7 +194,7 @@ BAD_MAPS: list[tuple[Any, str]] = [
         {"zone": "DE", "history": [{"datetime": "2026-03-01T09:00:00Z", "carbonIntensity": "1"}]},
         "expected a number or null, found '1'",
     ),
-    ({"zone": "DE", "history": [maps_row(9, -1.0)]}, r"values\[0\]: expected 0 to 1e\+06, found -1.0"),
+    ({"zone": "DE", "history": [maps_row(9, -1.0)]}, r"values\[0\]: expected 0 to 2000, found -1.0"),
     ({"zone": "DE", "history": [None] * 10_001}, "history: expected at most 10000 rows, found 10001"),
     ([], "expected zone, found none"),
     ("text", "expected zone, found none"),

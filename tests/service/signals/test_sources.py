@@ -91,6 +91,19 @@ def test_each_kind_of_source_is_opened(tmp_path: Path) -> None:
         assert type(source) is kind
 
 
+async def test_a_configured_unit_reaches_the_values(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("timestamp,MOER\n0,1150\n")
+    parts = {"kind": "carbon", "csv": tmp_path / "x.csv", "column": "MOER", "unit": "lbs/MWh"}
+    signal = await open_source("grid", SignalSettings.model_validate(parts)).read(0.0)
+    assert signal is not None
+    assert list(signal.values) == pytest.approx(
+        [
+            521.63,
+        ],
+        abs=0.01,
+    )
+
+
 @pytest.mark.parametrize("key_file", [None, "none", "empty"])
 def test_a_missing_key_is_reported(tmp_path: Path, key_file: str | None) -> None:
     (tmp_path / "empty").touch()
@@ -121,6 +134,9 @@ def test_a_missing_key_is_reported(tmp_path: Path, key_file: str | None) -> None
         ({"provider": "uk-carbon-intensity", "url": "https://a:b@example.org"}, "expected https://HOST"),
         ({"provider": "uk-carbon-intensity", "url": "https://[x"}, "expected https://HOST"),
         ({"csv": "x", "column": "g", "stale_s": -1}, "stale_s"),
+        ({"csv": "x", "column": "g", "unit": "t/MWh"}, "unit"),
+        ({"csv": "x", "column": "g", "unit": "per MWh"}, "expected a unit of kind carbon, one of g/kWh, "),
+        ({"provider": "uk-carbon-intensity", "unit": "g/kWh"}, "expected a unit with csv only"),
         ({"csv": "x", "column": "g", "colum": "g"}, "colum"),
     ],
 )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from perseus.service.domain.bounds import check_range
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.signals import HOUR_S, MAX_SIGNAL_TIME_S, SignalKind
+from perseus.service.domain.signals import HOUR_S, MAX_INTENSITY_G_PER_KWH, MAX_SIGNAL_TIME_S, SignalKind
 
 Floats = NDArray[np.float64]
 
@@ -48,11 +48,12 @@ class Signal:
             raise InvalidFieldError(
                 field="values", expected="one for each time, at least one", found=len(self.values)
             )
-        minimum = 0.0 if self.kind is SignalKind.CARBON else -MAX_VALUE
+        is_carbon = self.kind is SignalKind.CARBON
+        minimum, maximum = (0.0, MAX_INTENSITY_G_PER_KWH) if is_carbon else (-MAX_VALUE, MAX_VALUE)
         before_s = -1.0
         for index, (time_s, value) in enumerate(zip(self.times_s, self.values, strict=True)):
             check_range(f"times_s[{index}]", time_s, 0, MAX_SIGNAL_TIME_S)
-            check_range(f"values[{index}]", value, minimum, MAX_VALUE)
+            check_range(f"values[{index}]", value, minimum, maximum)
             if time_s <= before_s:
                 expected = f"after the one before, {before_s:g}"
                 raise InvalidFieldError(field=f"times_s[{index}]", expected=expected, found=f"{time_s:g}")

@@ -51,7 +51,7 @@ def test_constant_values_stay_constant() -> None:
     ("kind", "times_s", "values", "text"),
     [
         (SignalKind.CARBON, (), (), "values: expected one for each time, at least one, found 0"),
-        (SignalKind.CARBON, (0.0,), (-1.0,), r"values\[0\]: expected 0 to 1e\+06, found -1.0"),
+        (SignalKind.CARBON, (0.0,), (-1.0,), r"values\[0\]: expected 0 to 2000, found -1.0"),
         (SignalKind.PRICE, (0.0,), (float("nan"),), r"values\[0\]: expected -1e\+06 to 1e\+06, found nan"),
         (
             SignalKind.PRICE,

@@ -18,6 +18,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from perseus.regular_file import MAX_SMALL_FILE_BYTES, read_bounded
+
 CA_FILE = "ca.pem"
 CA_KEY_FILE = "ca.key"
 
@@ -35,8 +37,12 @@ class Authority:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self._certificate = x509.load_pem_x509_certificate((folder / CA_FILE).read_bytes())
-            key = serialization.load_pem_private_key((folder / CA_KEY_FILE).read_bytes(), None)
+            self._certificate = x509.load_pem_x509_certificate(
+                read_bounded(folder / CA_FILE, MAX_SMALL_FILE_BYTES)
+            )
+            key = serialization.load_pem_private_key(
+                read_bounded(folder / CA_KEY_FILE, MAX_SMALL_FILE_BYTES), None
+            )
         except (OSError, ValueError, TypeError) as error:
             raise CertificateError(
                 f"{folder}: expected {CA_FILE} and {CA_KEY_FILE} of an authority, found: {error}"

@@ -14,6 +14,8 @@ from pydantic import SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 
+from perseus.regular_file import MAX_SMALL_FILE_BYTES, read_bounded
+
 Settings = TypeVar("Settings", bound=BaseSettings)
 
 
@@ -78,10 +80,10 @@ def describe(model: type[BaseSettings], name: str) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_bounded(path, MAX_SMALL_FILE_BYTES).decode())
     except OSError as error:
         raise ConfigurationError(f"{path}: can't be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigurationError(f"{path}: expected TOML in UTF-8, found: {error}") from None
 
 

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from perseus.cli.amounts import joules, seconds
 from perseus.cli.terminal import fail
+from perseus.regular_file import read_bounded
 
 if TYPE_CHECKING:
     from perseus.solver import ComputationGraph, Frontier, Plan
@@ -25,7 +26,7 @@ def read_graph(path: Path, point_count: int, max_computations: int) -> "Computat
     from perseus.service.domain.errors import ServiceError, cut
 
     try:
-        return graph_from_text(path.read_text(encoding="utf-8-sig"), point_count, max_computations)
+        return graph_from_text(read_bounded(path).decode("utf-8-sig"), point_count, max_computations)
     except OSError as error:
         fail(f"{path}: can't be read: {error.strerror}")
     except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:

@@ -31,6 +31,7 @@ from perseus.cli.rebalancing import parse_layers, partitions_table, rows_with_pa
 from perseus.cli.rows import Format, FormatOption, show_rows
 from perseus.cli.solve_many import expanded, solve_many
 from perseus.cli.terminal import FAILURE, console, error_console, fail, warn
+from perseus.regular_file import read_bounded
 from perseus.schedule_name import ScheduleName
 
 if TYPE_CHECKING:
@@ -327,7 +328,7 @@ def plan(
     destination = _checked("--output", output, frontier_file)
     try:
         with working("Reading"):
-            text = frontier_file.read_text(encoding="utf-8-sig")
+            text = read_bounded(frontier_file).decode("utf-8-sig")
             problem, point_count, confidence = problem_from_text(text, limit_computations)
         graph = problem if isinstance(problem, solver.ComputationGraph) else None
         pipeline = problem.pipeline if isinstance(problem, solver.ComputationGraph) else problem

@@ -191,13 +191,13 @@ def _settings(config: Path | None, database: str | None, **flags: object) -> Coo
 
 @contextmanager
 def _failing_clearly() -> Iterator[None]:
-    from perseus.service.domain.errors import StartupError, StoreFailedError
+    from perseus.service.domain.errors import ServiceError, StoreFailedError
 
     try:
         yield
-    except StartupError as error:
-        fail(str(error), FAILURE)
     except StoreFailedError as error:
         fail(str(error), STORE_FAILED)
+    except ServiceError as error:
+        fail(str(error), FAILURE)
     except OSError as error:
         fail(os_error_text(error), FAILURE)

@@ -21,6 +21,7 @@ from perseus.demo.observation import Observer, registered_job
 from perseus.demo.summary import Measurements
 from perseus.demo.workload import Workload
 from perseus.emulation.physics import A100_SXM, Work
+from perseus.regular_file import read_bounded
 from perseus.v1 import job_pb2
 
 _REGISTRATION_TIMEOUT_S = 120.0
@@ -106,8 +107,8 @@ async def show(
 def hook_of(script: Path) -> str:
     """Return the hook that a script imports. ScriptError if it imports none, or isn't Python."""
     try:
-        tree = ast.parse(script.read_bytes(), filename=str(script))
-    except (SyntaxError, ValueError) as error:
+        tree = ast.parse(read_bounded(script), filename=str(script))
+    except (OSError, SyntaxError, ValueError) as error:
         raise ScriptError(f"{script}: expected a Python script: {error}") from error
     imported = {
         f"{node.module}.{alias.name}"

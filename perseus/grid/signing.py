@@ -17,6 +17,8 @@ from joserfc import jws
 from joserfc.errors import JoseError
 from joserfc.jwk import ECKey, RSAKey
 
+from perseus.regular_file import MAX_SMALL_FILE_BYTES, read_bounded
+
 _MAX_BYTES = 256 * 1024
 _MIN_RSA_BITS = 2048
 _IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -129,10 +131,10 @@ def _public_keys(path: Path) -> Mapping[str, ECKey | RSAKey]:
 
 def _content(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_bounded(path, MAX_SMALL_FILE_BYTES))
     except OSError as error:
         raise KeyFileError(f"{path}: can't be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise KeyFileError(f"{path}: expected JSON, found: {error}") from None
     if not isinstance(content, dict):
         raise KeyFileError(f"{path}: expected a JSON object, found another value")

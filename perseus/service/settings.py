@@ -8,9 +8,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from perseus.logs import LogFormat, LogLevel
+from perseus.service.domain.ledger import MAX_INTENSITY_G_PER_KWH
 from perseus.service.domain.limits import Limits
 from perseus.service.domain.retention import Retention
-from perseus.service.domain.signals import MAX_INTENSITY_G_PER_KWH
 from perseus.service.job.rules import Rules
 from perseus.service.signal_settings import SignalSettings
 from perseus.tls.address import host_and_port

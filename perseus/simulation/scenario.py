@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from perseus.job_id import JOB_ID_RULE, is_job_id
+from perseus.regular_file import read_bounded
 from perseus.service.domain.power import DEFAULT_FEED
 from perseus.service.domain.signals import SignalKind
 from perseus.service.signal_settings import Unit, check_unit
@@ -196,7 +197,7 @@ def read_checked(path: Path, model: type[Model]) -> Model:
         ScenarioError: it can't be read or is invalid; names every invalid place.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_bounded(path).decode("utf-8-sig")
         content: Any = json.loads(text) if path.suffix.lower() == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ScenarioError(f"{path}: can't be read: {error.strerror}") from None

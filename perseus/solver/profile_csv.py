@@ -17,6 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import NoReturn
 
+from perseus.regular_file import read_bounded
 from perseus.solver.bounds import MAX_CLOCK_MHZ, MAX_ENERGY_J, MAX_TIME_S, MIN_ENERGY_J
 from perseus.solver.computation import Kind
 from perseus.solver.errors import ProfileError
@@ -57,21 +58,21 @@ def read_profile_csv(path: Path, gpus_per_stage: int) -> dict[ProfileKey, tuple[
         )
     rows: dict[_RowKey, tuple[int, Measurement]] = {}
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            further_columns = _check_header(path, reader.fieldnames)
-            for row in reader:
-                cells = _Cells(path, reader.line_num, row)
-                if None in row:
-                    cells.refuse("after the last", "nothing", repr(",".join(row[None])))
-                key, measurement = cells.measurement(gpus_per_stage, further_columns)
-                if key in rows:
-                    cells.refuse(
-                        ",".join(("frequency", *further_columns)),
-                        f"one row per stage, instruction and {'setting' if further_columns else 'clock'}",
-                        f"the same as in row {rows[key][0]}",
-                    )
-                rows[key] = (reader.line_num, measurement)
+        text = read_bounded(path).decode("utf-8-sig")
+        reader = csv.DictReader(text.splitlines(keepends=True), strict=True)
+        further_columns = _check_header(path, reader.fieldnames)
+        for row in reader:
+            cells = _Cells(path, reader.line_num, row)
+            if None in row:
+                cells.refuse("after the last", "nothing", repr(",".join(row[None])))
+            key, measurement = cells.measurement(gpus_per_stage, further_columns)
+            if key in rows:
+                cells.refuse(
+                    ",".join(("frequency", *further_columns)),
+                    f"one row per stage, instruction and {'setting' if further_columns else 'clock'}",
+                    f"the same as in row {rows[key][0]}",
+                )
+            rows[key] = (reader.line_num, measurement)
     except UnicodeDecodeError as error:
         raise ProfileError(
             f"{path}: expected UTF-8 text, found byte 0x{error.object[error.start]:02x} at {error.start}",

@@ -21,6 +21,8 @@ from typing import Any
 
 import structlog
 
+from perseus.regular_file import MAX_SMALL_FILE_BYTES, read_bounded
+
 _log = structlog.get_logger(__name__)
 
 EXPIRY_WARNING_S = 7 * 86400.0
@@ -167,7 +169,7 @@ def own_facts(files: TlsFiles) -> dict[str, Any]:
     if files.certificate is None or files.key is None:
         return {}
     with contextlib.suppress(OSError, TlsError):
-        return _facts(files.certificate, files.key, files.certificate.read_bytes(), Role.CLIENT)
+        return _facts(files.certificate, files.key, _read(files.certificate) or b"", Role.CLIENT)
     return {}
 
 
@@ -268,7 +270,7 @@ def _read(path: Path | None) -> bytes | None:
     if path is None:
         return None
     try:
-        return path.read_bytes()
+        return read_bounded(path, MAX_SMALL_FILE_BYTES)
     except OSError as error:
         raise TlsError(f"{path}: can't be read: {error.strerror}") from None
 

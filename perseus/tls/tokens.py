@@ -13,7 +13,7 @@ from pathlib import Path
 
 import structlog
 
-from perseus.regular_file import open_regular
+from perseus.regular_file import MAX_SMALL_FILE_BYTES, open_regular, read_bounded
 
 _log = structlog.get_logger(__name__)
 _TOKEN = re.compile(r"[!-~]{1,512}")
@@ -50,9 +50,9 @@ def read_token(path: Path) -> str:
         TokenFileError: the file can't be read or has no token.
     """
     try:
-        with os.fdopen(open_regular(path), encoding="ascii") as file:
-            token = check_token(file.read(), path)
-            mode = os.fstat(file.fileno()).st_mode
+        file = open_regular(path)
+        mode = os.fstat(file).st_mode
+        token = check_token(read_bounded(file, MAX_SMALL_FILE_BYTES).decode("ascii"), path)
         if mode & stat.S_IROTH:
             _log.warning(
                 "every user of this machine can read a token", file=str(path), mode=f"{mode & 0o777:o}"

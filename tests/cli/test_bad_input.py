@@ -42,6 +42,7 @@ def make_files(folder: Path) -> None:
     (folder / "utf16.csv").write_bytes(PROFILE.encode("utf-16"))
     (folder / "latin1.json").write_bytes('{"é": 1}'.encode("latin-1"))
     (folder / "deep.json").write_text("[" * 100_000)
+    (folder / "deep.toml").write_text("x = " + "[" * 100_000)
     (folder / "latin1.toml").write_bytes("# é".encode("latin-1"))
     (folder / "huge.toml").write_text(f"profile_budget_iterations = {HUGE}")
     (folder / "long.toml").write_text("lease_s = 1e308")
@@ -59,6 +60,8 @@ def make_files(folder: Path) -> None:
         connection.commit()
     os.truncate(folder / "cut.db", 9000)
     (folder / "folder").mkdir()
+    (folder / "endless").mkdir()
+    (folder / "endless" / "ca.pem").symlink_to("/dev/zero")
 
 
 SOLVE = ["solve", "profile.csv", "--microbatches", "4"]
@@ -141,6 +144,23 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "settings in Latin-1": (["agent", "--config", "latin1.toml"], 2, "latin1.toml: expected TOML in UTF-8"),
     "job in no encoding": (["jobs", "show", "\udcff"], 2, "JOB_ID: expected UTF-8, found \\udcff"),
     "state in no encoding": (["jobs", "list", "--state", "\udcff"], 2, "expected UTF-8"),
+    # Inputs without an end.
+    "endless profile": (
+        ["solve", "/dev/zero", "--microbatches", "4"], 2, "/dev/zero: expected a readable file, found: exp",
+    ),
+    "endless graph": (["solve", "--graph", "/dev/zero"], 2, "/dev/zero: can't be read: expected at most"),
+    "endless frontier": (["plan", "/dev/zero", "--no-slowdown"], 2, "/dev/zero: can't be read: expected at"),
+    "endless scenario": (["simulate", "/dev/zero"], 2, "/dev/zero: can't be read: expected at most"),
+    "endless settings": (["agent", "--config", "/dev/zero"], 2, "/dev/zero: can't be read: expected at most"),
+    "endless certificate": (
+        ["health", "--coordinator", "localhost:1", "--tls-ca", "/dev/zero"], 2, "/dev/zero: can't be read: e",
+    ),
+    "endless authority": (["certificates", "client", "me", "--folder", "endless"], 2, "expected at most 1"),
+    "endless token": (
+        ["health", "--coordinator", "localhost:1", "--insecure", "--token-file", "/dev/zero"], 2,
+        "/dev/zero: can't be read: expected a regular file",
+    ),
+    "settings too deep": (["agent", "--config", "deep.toml"], 2, "deep.toml: expected TOML in UTF-8"),
     # Outputs.
     "output over the input": ([*SOLVE, "--output", "profile.csv"], 2, "--output: expected a file other than"),
     "output over it by a link": ([*SOLVE, "--output", "link"], 2, "--output: expected a file other than"),

@@ -17,6 +17,7 @@ from perseus.agent.sidecar.local import ProbeConnection
 from perseus.agent.sidecar.optional import OptionalParts
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.metrics.exposition import check_installed
+from perseus.regular_file import read_bounded
 from perseus.serving.profile_csv import read_profile
 from perseus.serving.stats import EngineStats, LatencyCount
 
@@ -39,7 +40,7 @@ class Instances:
             name: Instance(
                 name,
                 each,
-                read_profile(each.profile.read_text(), str(each.profile)),
+                read_profile(read_bounded(each.profile).decode(errors="replace"), str(each.profile)),
                 settings.restore_folder.with_name("serving") / f"{name}.{kind}.json",
                 parts,
             )

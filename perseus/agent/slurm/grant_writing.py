@@ -10,7 +10,7 @@ from pathlib import Path
 
 from perseus.agent.claims.grants import MalformedGrantError, parse
 from perseus.agent.slurm.job import SlurmJob
-from perseus.regular_file import open_regular
+from perseus.regular_file import MAX_SMALL_FILE_BYTES, open_regular, read_bounded
 
 _FOLDER_MODE = 0o755
 _FILE_MODE = 0o644
@@ -43,7 +43,7 @@ def take_back(folder: Path, job: SlurmJob) -> frozenset[str]:
 def granted(path: Path) -> frozenset[str]:
     """Return the GPUs that a file grants; none if it is missing or malformed."""
     try:
-        with os.fdopen(open_regular(path), encoding="utf-8") as file:
-            return frozenset(gpu for grant in parse(file.read()) for gpu in grant.gpus)
+        content = read_bounded(open_regular(path), MAX_SMALL_FILE_BYTES).decode()
+        return frozenset(gpu for grant in parse(content) for gpu in grant.gpus)
     except (OSError, MalformedGrantError, UnicodeDecodeError):
         return frozenset()

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from perseus.service.domain.moments import standard_error
 
 HOUR_S = 3600.0
+MAX_INTENSITY_G_PER_KWH = 2000.0
+"""No power station emits more: a higher figure has another unit."""
 NO_BASELINE = -1
 """The baseline number that means no baseline."""
 

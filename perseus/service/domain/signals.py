@@ -13,9 +13,6 @@ HOUR_S = 3600.0
 MAX_SIGNAL_TIME_S = 1e11
 """Since 1970: three thousand years."""
 
-MAX_INTENSITY_G_PER_KWH = 2000.0
-"""No power station emits more: a higher figure has another unit."""
-
 MAX_EXTRA_TIME_PERCENT = 1000.0
 MIN_HORIZON_S = HOUR_S
 MAX_HORIZON_S = 366 * 24 * HOUR_S

@@ -10,7 +10,6 @@ dropped, and the next one begins only then.
 """
 
 import base64
-import binascii
 import enum
 import json
 import zlib
@@ -42,6 +41,9 @@ from perseus.v1 import event_pb2
 
 MAX_SIZE_BYTES = 8 * 2**20
 """Approximate memory that the inputs of one recording may take."""
+
+_MAX_TEXT_BYTES = 256 * 2**20
+"""Of a document, many times what `MAX_SIZE_BYTES` make: a damaged one may unpack without an end."""
 
 _FORMAT = 2
 _INPUT_BYTES, _ROW_BYTES = 1024, 192
@@ -132,13 +134,15 @@ class Recording:
             RecordingUnreadableError: the document is no recording, or of another version of Perseus.
         """
         try:
-            found = json.loads(zlib.decompress(base64.b64decode(document, validate=True)))
+            unpacking = zlib.decompressobj()
+            packed = base64.b64decode(document, validate=True)
+            found = json.loads(unpacking.decompress(packed, _MAX_TEXT_BYTES))
             if (form := found.pop("format")) != _FORMAT:
                 raise RecordingUnreadableError(expected=f"format {_FORMAT}", found=f"format {form}")
             values = {name: from_json(value) for name, value in found.items()}
             recording = cls(values.pop("beginning"))
             recording.inputs = values.pop("inputs")
-        except (binascii.Error, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (zlib.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             text = f"{type(error).__name__}: {error}"
             raise RecordingUnreadableError(expected="a recording of this version", found=text) from None
         return recording, values

@@ -6,20 +6,22 @@ units can explain is refused. Messages number lines as an editor does: the heade
 """
 
 import csv
+import io
 import math
-import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
-from perseus.regular_file import open_regular
+from perseus.regular_file import open_regular, read_bounded
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.signals import HOUR_S, MAX_INTENSITY_G_PER_KWH, MAX_SIGNAL_TIME_S, SignalKind
+from perseus.service.domain.ledger import MAX_INTENSITY_G_PER_KWH
+from perseus.service.domain.signals import HOUR_S, MAX_SIGNAL_TIME_S, SignalKind
 from perseus.service.fleet.signals.series import MAX_VALUE, Signal
 from perseus.service.signal_settings import UNITS
 
 TIME_COLUMN = "timestamp"
+_MAX_BYTES = 64 * 2**20
 _MAX_ROWS = 1_000_000
 _MAX_ASSUMED_G_PER_KWH = 1000.0
 """Hardly any grid emits more, so without a stated unit it is rather lbs/MWh, a number 2.2 times as high."""
@@ -40,8 +42,8 @@ def read_signal_csv(
         SignalFileError: the file can't be read as such a table, a value is impossible, or times do not rise.
     """
     try:
-        with os.fdopen(open_regular(path), encoding="utf-8-sig", newline="") as file:
-            lines = file.readlines()
+        text = read_bounded(open_regular(path), _MAX_BYTES).decode("utf-8-sig")
+        lines = io.StringIO(text, newline="").readlines()
         rows = list(_rows(path, csv.DictReader(lines, strict=True), column))
         if not lines[-1].endswith("\n"):  # the file is incomplete, perhaps in the middle of a number
             raise SignalFileError(f"{path}, line {len(lines)}: expected an end of line, found none")

@@ -11,7 +11,6 @@ from perseus.service.signals.csv_file import SignalFileError, read_signal_csv
 from perseus.service.signals.source import SourceError
 
 PERIOD_S = 1.0
-_MAX_BYTES = 64 * 2**20
 
 
 class CsvSource:
@@ -69,10 +68,6 @@ class CsvSource:
         seen = found.st_size, found.st_mtime_ns, found.st_ino
         if seen == self._seen:
             return False
-        if found.st_size > _MAX_BYTES:
-            raise SourceError(
-                f"{self._path}: expected at most {_MAX_BYTES} bytes, found {found.st_size} bytes"
-            )
         try:
             self._signal = read_signal_csv(
                 self._path, self._kind, self._column, unit=self._unit, stale_s=self._stale_s

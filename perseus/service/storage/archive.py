@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sqlalchemy import Connection, LargeBinary, func, insert, select
+from sqlalchemy.exc import DataError, IntegrityError, InterfaceError, ProgrammingError
 
 from perseus.job_id import slot_of
 from perseus.service.domain.errors import StoreFailedError
@@ -29,6 +30,8 @@ from perseus.service.storage.migrating import migrate, slot_count
 
 _FORMAT = "perseus-store"
 _ROW_BATCH = 500
+_MAX_LINE_LENGTH = 128 * 2**20
+_UNFIT_VALUES = (ValueError, OverflowError, DataError, IntegrityError, InterfaceError, ProgrammingError)
 
 
 class ArchiveError(Exception):
@@ -92,7 +95,9 @@ def import_database(database: Path | str, file: TextIO, slots: int = 1) -> int:
                     exclude_members(opened.connection, opened.name)
                 for table in schema.tables_of(slot):
                     if opened.connection.scalar(select(func.count()).select_from(table)):
-                        raise ArchiveError(f"{opened.name}: expected an empty database, found {table.name}")
+                        raise ArchiveError(
+                            f"{opened.name}: expected an empty database, found rows in its table {table.name}"
+                        )
             count = _import(opened.connection, lines, slots, is_spreading=found != slots)
             if slots > 1:
                 _add_slots(opened.connection, slots)
@@ -126,7 +131,12 @@ def _import(
     def insert_rows(slot: int, name: str) -> None:
         if slots > 1:
             enter(connection, slot)
-        connection.execute(insert(schema.metadata.tables[name]), rows.pop((slot, name)))
+        try:
+            connection.execute(insert(schema.metadata.tables[name]), rows.pop((slot, name)))
+        except _UNFIT_VALUES as error:
+            raise ArchiveError(
+                f"up to line {number}: expected rows of table {name}, found: {explain(error)}"
+            ) from None
 
     for count, (number, line) in enumerate(lines):
         if line.get("end") is True:
@@ -135,7 +145,7 @@ def _import(
             for key in list(rows):
                 insert_rows(*key)
             return count
-        name, row, slot = line.get("table", ""), line.get("row"), line.get("slot", -1)
+        name, row, slot = str(line.get("table")), line.get("row"), line.get("slot", -1)
         table = schema.metadata.tables.get(name)
         if (
             table is None
@@ -152,7 +162,7 @@ def _import(
                     raise ArchiveError(f"line {number}: expected base64 in {column.name}") from None
         targets: Sequence[int] = (slot,)
         if is_spreading and table not in schema.OF_FLEET:
-            targets = (slot_of(row["job_id"], slots),) if "job_id" in row else range(slots)
+            targets = (slot_of(str(row["job_id"]), slots),) if "job_id" in row else range(slots)
         for target in targets:
             rows.setdefault((target, name), []).append(row)
             if len(rows[target, name]) >= _ROW_BATCH:
@@ -174,10 +184,12 @@ def _add_slots(connection: Connection, slots: int) -> None:
 
 
 def _lines(file: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, text in enumerate(file, 1):
+    for number, text in enumerate(iter(lambda: file.readline(_MAX_LINE_LENGTH + 1), ""), 1):
+        if len(text) > _MAX_LINE_LENGTH:
+            raise ArchiveError(f"line {number}: expected at most {_MAX_LINE_LENGTH} characters, found more")
         try:
             line = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ArchiveError(f"line {number}: expected JSON, found: {error}") from None
         if not isinstance(line, dict):
             raise ArchiveError(f"line {number}: expected an object, found {type(line).__name__}")

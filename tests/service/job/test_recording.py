@@ -135,11 +135,23 @@ def test_telemetry_rows_count_for_the_size() -> None:
     assert recording.size_bytes - before > 100 * len(event.batch.computations.iteration)
 
 
+def test_a_recording_that_unpacks_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = recording_of(planned().machine).dump()
+    assert Recording.load(document)
+    monkeypatch.setattr(module, "_MAX_TEXT_BYTES", 1000)
+    with pytest.raises(RecordingUnreadableError):
+        Recording.load(document)
+
+
 def document_of(content: bytes) -> str:
     return base64.b64encode(zlib.compress(content)).decode()
 
 
-@given(st.text(max_size=64) | st.binary(max_size=64).map(document_of) | st.just(document_of(b"[1]")))
+@given(
+    st.text(max_size=64)
+    | st.binary(max_size=64).map(document_of)
+    | st.sampled_from([document_of(b"[1]"), document_of(100_000 * b"[")])
+)
 def test_an_invalid_recording_is_refused_in_one_line(document: str) -> None:
     with pytest.raises(RecordingUnreadableError) as caught:
         Recording.load(document)

@@ -16,6 +16,7 @@ from perseus.service.domain.members import Slot
 from perseus.service.domain.model import JobState
 from perseus.service.domain.principals import Grant, Scope, Token
 from perseus.service.domain.records import StoredJob
+from perseus.service.storage import archive
 from perseus.service.storage.archive import ArchiveError, export_database, import_database
 from perseus.service.storage.checking import check_database
 from perseus.service.storage.membership import MemberRows
@@ -91,7 +92,7 @@ def test_every_engine_imports_an_export_of_sqlite(database: Path | str, tmp_path
 def test_a_database_that_is_not_empty_is_not_filled(database: Path | str) -> None:
     fill(database, [NewRun(make_spec(), 1, 1.0)])
     text = exported(database)
-    with pytest.raises(ArchiveError, match="expected an empty database, found"):
+    with pytest.raises(ArchiveError, match="expected an empty database, found rows in its table "):
         import_database(database, io.StringIO(text))
     assert exported(database) == text
 
@@ -112,6 +113,20 @@ def test_a_database_that_is_not_empty_is_not_filled(database: Path | str) -> Non
             "expected base64 in event",
         ),
         (lambda lines: [], "line 1: expected the first line"),
+        (lambda lines: [lines[0], 4096 * "[", *lines[1:]], "line 2: expected JSON"),
+        (lambda lines: [lines[0], '{"table": [], "row": {}}', *lines[1:]], "line 2: expected a row"),
+        (
+            lambda lines: [line.replace('"run_number": 1', '"run_number": null') for line in lines],
+            r"up to line \d+: expected rows of table \w+, found: NOT NULL constraint failed",
+        ),
+        (
+            lambda lines: [line.replace('"job_id": "job"', r'"job_id": "\ud800"') for line in lines],
+            r"up to line \d+: expected rows of table \w+, found: .*surrogates not allowed",
+        ),
+        (
+            lambda lines: [line.replace('"run_number": 1', f'"run_number": {2**64}') for line in lines],
+            r"up to line \d+: expected rows of table \w+, found: .* too large",
+        ),
     ],
 )
 def test_a_damaged_file_is_refused_and_nothing_of_it_stays(tmp_path: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
@@ -121,6 +136,13 @@ def test_a_damaged_file_is_refused_and_nothing_of_it_stays(tmp_path: Path, chang
     with pytest.raises(ArchiveError, match=message):
         import_database(target, io.StringIO("\n".join(change(lines))))
     assert import_database(target, io.StringIO("\n".join(lines))) == len(lines) - 2
+
+
+def test_a_line_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(archive, "_MAX_LINE_LENGTH", 1000)
+    with open("/dev/zero") as endless, pytest.raises(ArchiveError, match="line 1: expected at most 1000 cha"):
+        import_database(tmp_path / "target.db", endless)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from perseus.service.domain.bounds import check_range
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.signals import HOUR_S, MAX_INTENSITY_G_PER_KWH, MAX_SIGNAL_TIME_S, SignalKind
+from perseus.service.domain.ledger import MAX_INTENSITY_G_PER_KWH
+from perseus.service.domain.signals import HOUR_S, MAX_SIGNAL_TIME_S, SignalKind
 
 Floats = NDArray[np.float64]
 

@@ -11,7 +11,7 @@ queue with the mean prefill, and the time of decode steps, stand for them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import isnan, nan
 
 from perseus.serving.errors import ServingError
 from perseus.serving.stats import EngineStats, LatencyCount
@@ -72,6 +72,10 @@ _ENGINES = (
         itl=("tgi_batch_inference_duration",),
     ),
 )
+_MAX_LINES = 10_000
+"""Of those that matter: more take seconds to parse."""
+_MAX_VALUE = 1e18
+"""Of any counter, gauge or sum: differences of larger ones are no longer exact, or NaN."""
 _METHOD, _PREFILL = "method", "prefill"
 _RANKS = frozenset({"tp_rank", "pp_rank", "moe_ep_rank"})
 _PREFIXES = ("vllm:", "sglang:", "tgi_")
@@ -114,13 +118,22 @@ def parse_metrics(text: str) -> EngineTotals:
     from prometheus_client.parser import text_string_to_metric_families  # an extra
 
     lines = [line for line in text.splitlines() if line.startswith(_PREFIXES) and _name_of(line) in _WANTED]
+    if len(lines) > _MAX_LINES:
+        raise ServingError(f"metrics: expected at most {_MAX_LINES} lines to parse, found {len(lines)}")
     found: dict[str, dict[frozenset[tuple[str, str]], float]] = {}
     try:
         for family in text_string_to_metric_families("\n".join(lines) + "\n"):
             for sample in family.samples:
                 labels = frozenset(each for each in sample.labels.items() if each[0] not in _RANKS)
                 values = found.setdefault(sample.name, {})
-                values[labels] = max(float(sample.value), values.get(labels, 0.0))
+                value = float(sample.value)
+                if not 0 <= value <= _MAX_VALUE:
+                    raise ServingError(
+                        f"metrics: expected {sample.name} from 0 to {_MAX_VALUE:g}, found {value:g}"
+                    )
+                values[labels] = max(value, values.get(labels, 0.0))
+    except ServingError:
+        raise
     except (ValueError, KeyError, IndexError, RuntimeError) as error:
         raise ServingError(f"metrics: expected Prometheus' text, found {str(error)[:200]!r}") from error
     samples = {
@@ -183,8 +196,8 @@ def _totals(samples: _Samples, names: _Names) -> EngineTotals:
         for end in ("_sum", "_count")
     )
     return EngineTotals(
-        running_count=_count(total(names.running)),
-        waiting_count=_count(total(names.waiting)),
+        running_count=round(total(names.running)),
+        waiting_count=round(total(names.waiting)),
         kv_usage=sum(value for _, value in usages) / max(1, len(usages)),
         prompt_tokens=by_mode.get(
             "prefill_compute", total(*names.prompt_tokens) - total(names.cached_tokens)
@@ -198,12 +211,6 @@ def _totals(samples: _Samples, names: _Names) -> EngineTotals:
     )
 
 
-def _count(value: float) -> int:
-    if not 0 <= value < inf:
-        raise ServingError(f"metrics: expected a number of requests, found {value}")
-    return round(value)
-
-
 def _buckets(samples: Sequence[tuple[Mapping[str, str], float]]) -> _Buckets:
     """Add up the labels' buckets."""
     buckets: _Buckets = {}
@@ -211,7 +218,9 @@ def _buckets(samples: Sequence[tuple[Mapping[str, str], float]]) -> _Buckets:
         try:
             upper_s = float(labels["le"])
         except (KeyError, ValueError):
-            raise ServingError(f"metrics: expected a bucket's bound, found {dict(labels)}") from None
+            upper_s = nan
+        if isnan(upper_s):
+            raise ServingError(f"metrics: expected a bucket's bound, found {dict(labels)}")
         buckets[upper_s] = buckets.get(upper_s, 0.0) + value
     return dict(sorted(buckets.items()))
 

@@ -179,8 +179,22 @@ def test_tgi_by_its_queue_and_its_steps() -> None:
     [
         ("", "found none of vllm:num_requests_running"),
         ("<html></html>", "found none of"),
+        (10_001 * "vllm:num_requests_running 0\n", "expected at most 10000 lines to parse, found 10001"),
         ('vllm:num_requests_running{engine="0"} many\n', "expected Prometheus' text"),
-        ("vllm:num_requests_running NaN\nvllm:num_requests_waiting 0\n", "a number of requests"),
+        ("vllm:num_requests_running NaN\nvllm:num_requests_waiting 0\n", "from 0 to 1e\\+18, found nan"),
+        *(
+            (
+                "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
+                f"vllm:iteration_tokens_total_count {value}\n",
+                "expected vllm:iteration_tokens_total_count from 0 to",
+            )
+            for value in ("NaN", "+Inf", "-1", "1e308")
+        ),
+        (
+            "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
+            'vllm:time_to_first_token_seconds_bucket{le="NaN"} 0\n',
+            "a bucket's bound",
+        ),
         (
             "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
             'vllm:time_to_first_token_seconds_bucket{le="x"} 0\n',

@@ -1,9 +1,11 @@
 """Reading an engine's metrics over HTTP four times a second, on a thread: a slow one delays nothing else."""
 
 import http.client
+import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import structlog
 
@@ -15,8 +17,32 @@ _log = structlog.get_logger(__name__)
 
 INTERVAL_S = 0.25
 _TIMEOUT_S = 0.75
-"""Later answers would be too old."""
+"""For a whole answer: later ones would be too old."""
 _MAX_BYTES = 8 * 1024 * 1024
+
+
+class _Connection(http.client.HTTPConnection):
+    """A connection whose answers must be complete by `deadline_s`: `timeout` begins again with every byte."""
+
+    deadline_s = 0.0
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock = _Socket(self, self.sock.detach())
+
+
+class _Socket(socket.socket):
+    def __init__(self, connection: _Connection, descriptor: int) -> None:
+        super().__init__(fileno=descriptor)
+        self._connection = connection
+        self.settimeout(connection.timeout)
+
+    def recv_into(self, *arguments: Any) -> int:
+        left_s = self._connection.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"expected a whole answer within {self._connection.timeout:g} s")
+        self.settimeout(left_s)
+        return super().recv_into(*arguments)
 
 
 class MetricsReader:
@@ -26,12 +52,12 @@ class MetricsReader:
         self._host, self._port, self._on_totals = host, port, on_totals
         self._failures = RateLimitedLog(_log)
         self._closing = threading.Event()
-        self._connection: http.client.HTTPConnection | None = None
+        self._connection: _Connection | None = None
         self._thread = threading.Thread(target=self._run, name=f"metrics of {host}:{port}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; blocks while a scrape is in progress."""
+        """End the thread; blocks while a scrape is in progress, which has a time limit."""
         self._closing.set()
         self._thread.join()
 
@@ -49,7 +75,8 @@ class MetricsReader:
 
     def _read(self) -> str:
         if self._connection is None:
-            self._connection = http.client.HTTPConnection(self._host, self._port, timeout=_TIMEOUT_S)
+            self._connection = _Connection(self._host, self._port, timeout=_TIMEOUT_S)
+        self._connection.deadline_s = time.monotonic() + _TIMEOUT_S
         self._connection.request("GET", "/metrics")
         answer = self._connection.getresponse()
         content = answer.read(_MAX_BYTES + 1)

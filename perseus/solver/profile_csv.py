@@ -10,6 +10,7 @@ clock it identifies a row's option (:mod:`perseus.solver.setting`). There may th
 """
 
 import csv
+import io
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -59,7 +60,7 @@ def read_profile_csv(path: Path, gpus_per_stage: int) -> dict[ProfileKey, tuple[
     rows: dict[_RowKey, tuple[int, Measurement]] = {}
     try:
         text = read_bounded(path).decode("utf-8-sig")
-        reader = csv.DictReader(text.splitlines(keepends=True), strict=True)
+        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
         further_columns = _check_header(path, reader.fieldnames)
         for row in reader:
             cells = _Cells(path, reader.line_num, row)

@@ -23,7 +23,7 @@ class MeanPower:
         powers_w = {}
         for gpu_uuid, (moved_s, energy_j) in counters.items():
             before_s, before_j = self._last.get(gpu_uuid, (moved_s, energy_j))
-            if moved_s > before_s and energy_j >= before_j:
+            if moved_s > before_s and energy_j > before_j:
                 powers_w[gpu_uuid] = (energy_j - before_j) / (moved_s - before_s)
         self._last = dict(counters)
         return powers_w

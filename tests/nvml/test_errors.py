@@ -18,6 +18,7 @@ from perseus.agent.gpu import GpuError
 from perseus.agent.gpu.nvml import NvmlGpu
 from perseus.agent.link.packets import Registration
 from perseus.agent.probe.job_spec import job_spec
+from perseus.agent.sidecar import counter_poller
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.shell import serving
 from perseus.agent.stream.translate import register_job_request
@@ -258,6 +259,23 @@ async def test_an_error_while_training_runs(
 ) -> None:
     async with site(tmp_path, stub) as one:
         await one.train_under(f"error {function} {code} 0 {times}", reason)
+
+
+async def test_a_counter_that_stands_still_while_training_runs(
+    tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counter_poller, "STANDSTILL_S", 0.5)
+    async with site(tmp_path, stub) as one:
+        await one.train_under("property frozen_counter 1", "NOT_SUPPORTED")
+
+
+async def test_a_counter_of_the_whole_module_while_training_runs(
+    tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counter_poller, "_SCOPE_INTERVALS_S", (0.001, 0.005))
+    monkeypatch.setattr(counter_poller, "_SCOPE_WINDOW_S", 0.5)
+    async with site(tmp_path, stub) as one:
+        await one.train_under("property module_power_w 200", "NOT_SUPPORTED")
 
 
 @pytest.mark.parametrize("function", ["nvmlDeviceResetGpuLockedClocks", "nvmlShutdown"])

@@ -4,6 +4,8 @@ The counter moves only every 20–100 ms, so it is polled more often and only it
 holds the energy *when the counter moved*, which was between two polls.
 """
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -60,3 +62,41 @@ class ChangeDetector:
         self._energy_j = energy_j
         self._unchanged_at_s = before_s
         return change
+
+
+@dataclass(frozen=True, slots=True)
+class PowerSample:
+    """A GPU's energy counter and its power reading at nearly the same time (s)."""
+
+    time_s: float
+    energy_j: float
+    power_w: float
+
+
+_MIN_SAMPLES = 20
+_TOLERANCE_RATIO, _TOLERANCE_W = 0.25, 25.0
+
+
+def disagreement(samples: Sequence[PowerSample]) -> str:
+    """Say how far a counter's power is from the mean of the power readings; empty if they agree.
+
+    Samples are at random times over a second or more, since regular ones may always meet the same part of a
+    training's iterations. The tolerance is wide: readings may be averages of a second, and counters lag.
+    """
+    if len(samples) < _MIN_SAMPLES:
+        return ""
+    first, last = samples[0], samples[-1]
+    counter_w = (last.energy_j - first.energy_j) / (last.time_s - first.time_s)
+    power_w = statistics.fmean(sample.power_w for sample in samples)
+    if abs(counter_w - power_w) <= max(_TOLERANCE_W, _TOLERANCE_RATIO * power_w):
+        return ""
+    cause = (
+        "it counts the whole module, with CPU and memory, as on Grace superchips, and so do the energies "
+        "that Perseus shows"
+        if counter_w > power_w
+        else "it does not count all of the GPU's energy"
+    )
+    return (
+        f"energy counter: expected the GPU's {power_w:.0f} W of its power readings, "
+        f"found {counter_w:.0f} W: {cause}"
+    )

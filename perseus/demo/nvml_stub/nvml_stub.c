@@ -16,7 +16,9 @@
  *                                        (0: for good); each process counts since the file last changed
  *     delay FUNCTION SECONDS             FUNCTION takes this much longer
  *     property NAME VALUE                architecture, mig_mode, persistence_mode, second_memory_clock_mhz,
- *                                        workload_power_profiles (0: the GPU knows none)
+ *                                        workload_power_profiles (0: the GPU knows none), frozen_counter
+ *                                        (1: the energy counter stands still), module_power_w (what the energy
+ *                                        counter counts beyond the GPU)
  *
  * The first nvmlInit looks for devices, and so does the first after the last nvmlShutdown. The latency
  * of a clock set and the period of the energy counter are those of the emulated GPU.
@@ -661,7 +663,10 @@ nvmlReturn_t nvmlDeviceResetMemoryLockedClocks(device_t *device)
 nvmlReturn_t nvmlDeviceGetTotalEnergyConsumption(device_t *device, unsigned long long *energy_mj)
 {
     CALL("nvmlDeviceGetTotalEnergyConsumption");
-    *energy_mj = (unsigned long long)(now(device).counter_j * 1000);
+    state_t state = now(device);
+    double module_j = property("module_power_w", 0) * last_tick_s(&device->model, &state, state.at_s);
+    double counter_j = property("frozen_counter", 0) ? 1 : state.counter_j + module_j;
+    *energy_mj = (unsigned long long)(counter_j * 1000);
     return SUCCESS;
 }
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from perseus.agent.energy.counter import CounterChange
-from perseus.agent.gpu import GpuDriverError, GpuInUseError, GpuLostError
+from perseus.agent.gpu import GpuDriverError, GpuInUseError, GpuLostError, GpuUnsupportedError
 from perseus.agent.rank.messages import GpuLimits
-from perseus.agent.sidecar.counter_poller import CounterPoller, LimitsWatch
+from perseus.agent.sidecar.counter_poller import CounterPoller, LimitsWatch, ScopeWatch
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A40
 from tests.agent.fake_gpu import FakeGpu
@@ -55,6 +55,46 @@ def test_lasting_errors_are_reported_in_the_end() -> None:
     poller = CounterPoller(gpu, lambda _: None, errors.put, monotonic=lambda: next(ticks))
     assert errors.get(timeout=10) is unknown
     poller.close()
+
+
+def test_a_counter_that_stands_still_is_reported() -> None:
+    """Time advances by a second at every reading; each poll takes two."""
+    gpu = FakeGpu(readings=chain([1.0, 2.0], repeat(2.0)))
+    errors: queue.Queue[Exception] = queue.Queue()
+    ticks = map(float, count())
+    poller = CounterPoller(gpu, lambda _: None, errors.put, interval_s=0.0001, monotonic=lambda: next(ticks))
+    error = errors.get(timeout=10)
+    poller.close()
+    assert isinstance(error, GpuUnsupportedError)
+    assert "GPU-fake: energy counter: expected it to move within 10 s, found it at 2 J" in str(error)
+    assert 12.0 < next(ticks) < 18.0
+
+
+def windows(gpu: FakeGpu, *counters_w: float) -> list[str]:
+    """Watch a GPU of 70 W over some windows, in each of which the counter moves by so much."""
+    reports: list[str] = []
+    watch = ScopeWatch(gpu, lambda error: reports.append(str(error)))
+    now_s, energy_j = 0.0, 0.0
+    for counter_w in counters_w:
+        for _ in range(2200):  # a window, and the time until the next begins
+            watch.check(now_s, energy_j)
+            now_s, energy_j = now_s + 0.005, energy_j + counter_w * 0.005
+    return reports
+
+
+def test_a_counter_that_does_not_agree_with_the_power_is_reported_once() -> None:
+    assert windows(FakeGpu(), *[70.0] * 6) == []
+    assert windows(FakeGpu(), 270.0, 270.0, 70.0, 70.0, 270.0, 70.0) == [], "never for long"
+    (report,) = windows(FakeGpu(), *[270.0] * 9)
+    assert "GPU-fake: energy counter: expected the GPU's 70 W" in report
+
+
+def test_a_counter_is_not_compared_with_a_power_that_can_not_be_read() -> None:
+    class Mute(FakeGpu):
+        def power_w(self) -> float:
+            raise GpuUnsupportedError("no power")
+
+    assert windows(Mute(), *[270.0] * 9) == []
 
 
 def test_a_bug_is_reported_too() -> None:

@@ -128,7 +128,7 @@ RULES: Mapping[str, PackageRules] = {
     "agent.rank": pure("numpy"),
     "agent.restore": allowed("structlog"),
     "agent.stream": allowed("google", "grpc", "grpc_status", "structlog"),
-    "agent.sidecar": allowed("pydantic", "pydantic_settings", "pynvml", "structlog"),
+    "agent.sidecar": allowed("pydantic", "pydantic_settings", "structlog"),
     "agent.slurm": allowed(),
     "agent.slurm.job": pure(),
     "grid": allowed("aiomqtt", "google", "grpc", "joserfc", "pydantic", "pydantic_settings", "structlog"),
@@ -141,7 +141,7 @@ RULES: Mapping[str, PackageRules] = {
     "demo.nvml_stub": allowed(),
     "doctor": allowed("grpc"),
     "doctor.checks": pure(),
-    "cli": allowed("google", "grpc", "grpc_health", "pynvml", "rich", "typer"),
+    "cli": allowed("google", "grpc", "grpc_health", "rich", "typer"),
 }
 
 # These are only the `__init__` above the packages.

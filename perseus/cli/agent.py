@@ -86,19 +86,15 @@ def _restore(settings: AgentSettings) -> None:
 
 def _self_test(settings: AgentSettings) -> None:
     """Print a table for people on standard error, and the same as JSON on standard output."""
-    import pynvml
     from rich.table import Table
 
     from perseus.agent.gpu import GpuError
-    from perseus.agent.gpu.nvml import calling
     from perseus.agent.sidecar.backends import NvmlBackend
     from perseus.agent.sidecar.self_test import Finding, all_gpu_findings, gpu_findings, node_findings
 
     if settings.gpu_backend != "nvml":
         fail(f"--self-test: expected --gpu-backend nvml, found {settings.gpu_backend}")
     try:
-        with calling("nvmlInit", "GPUs", pynvml):
-            pynvml.nvmlInit()
         node = node_findings()
         with working("Asking GPUs"):
             gpus = asyncio.run(all_gpu_findings(NvmlBackend().listed(), gpu_findings))
@@ -123,5 +119,9 @@ def _self_test(settings: AgentSettings) -> None:
         rows(printable(gpu.uuid), gpu.findings)
     report = {"node": values(node), "gpus": {gpu.uuid: values(gpu.findings) for gpu in gpus}}
     print_json(report)
-    if not gpus or not all(gpu.is_usable for gpu in gpus):
-        raise typer.Exit(FAILURE)
+    if not gpus:
+        fail("GPUs: expected at least one, found none", FAILURE)
+    if unusable := [
+        printable(f"{gpu.uuid} can't be used: {gpu.problem}") for gpu in gpus if not gpu.is_usable
+    ]:
+        fail("; ".join(unusable), FAILURE)

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from perseus.agent.gpu import GpuError, RecordError, RecordHeldError
 from perseus.agent.gpu.executor import ALL_GPUS, GpuExecutor
+from perseus.agent.gpu.nvml import module_problem
 from perseus.agent.link.packets import MalformedPacket
 from perseus.agent.restore.records import RecordFolder
 from perseus.agent.sidecar.backends import backend
 from perseus.agent.sidecar.health_client import UNMARKED, ask_health
-from perseus.agent.sidecar.self_test import may_set_clocks
+from perseus.agent.sidecar.self_test import all_gpu_findings, gpu_findings, may_set_clocks
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.doctor.checks import Check, Verdict
 
@@ -54,7 +55,15 @@ def _gpus(settings: AgentSettings) -> Check:
     if not listed:
         found = "there is none, or none visible here"
         return Check(subject, Verdict.BAD, found, "check nvidia-smi and CUDA_VISIBLE_DEVICES")
-    return Check(subject, Verdict.GOOD, f"{len(listed)} can be read; perseus agent --self-test shows details")
+    details = "perseus agent --self-test shows details"
+    if settings.gpu_backend == "nvml":
+        gpus = asyncio.run(all_gpu_findings(listed, gpu_findings))
+        if unusable := [f"{gpu.uuid} can't be used: {gpu.problem}" for gpu in gpus if not gpu.is_usable]:
+            return Check(subject, Verdict.BAD, "; ".join(unusable), details)
+        limitations = [f"{gpu.uuid}: {limitation}" for gpu in gpus for limitation in gpu.limitations]
+        if problems := [*filter(None, [module_problem()]), *limitations]:
+            return Check(subject, Verdict.WARNING, "; ".join(problems), details)
+    return Check(subject, Verdict.GOOD, f"{len(listed)} can be read; {details}")
 
 
 def _privileges(settings: AgentSettings) -> Check:

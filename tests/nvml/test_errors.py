@@ -289,6 +289,9 @@ ABSENT = {
     pynvml.NVML_ERROR_NOT_SUPPORTED,
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
     pynvml.NVML_ERROR_DEPRECATED,
+    # From a function that does not look for a GPU.
+    pynvml.NVML_ERROR_NOT_FOUND,
+    pynvml.NVML_ERROR_GPU_NOT_FOUND,
 }
 
 

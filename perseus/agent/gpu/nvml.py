@@ -4,9 +4,11 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import byref
-from typing import Any
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
 
-import pynvml
 import structlog
 
 from perseus.gpu import (
@@ -23,58 +25,147 @@ from perseus.gpu import (
 
 _log = structlog.get_logger(__name__)
 
+_INSTALL = "install nvidia-ml-py>=12.570, and uninstall other packages that have a module pynvml"
+
+
+class NotInModuleError(GpuUnsupportedError):
+    """The module pynvml lacks a name; whether driver and GPU have the feature is not known."""
+
+
+class Pynvml:
+    """The module pynvml, loaded when a name of it is first used.
+
+    Distributions of several ages and origins have a module of this name. One that is missing or can't be
+    loaded raises `GpuDriverError`, one without a name `NotInModuleError`, and both say what to install.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.lower().startswith(("nvml", "c_nvml")):
+            raise AttributeError(name)
+        module = _module()
+        try:
+            return getattr(module, name)
+        except AttributeError as error:
+            raise NotInModuleError(f"{module_description()} has no {name}: {_INSTALL}") from error
+
+    def __dir__(self) -> list[str]:
+        return dir(_module())
+
+
+PYNVML = Pynvml()
+
+
+def _module() -> ModuleType:
+    try:
+        import pynvml
+    except Exception as error:  # some other file of that name may raise anything
+        raise GpuDriverError(f"the Python module pynvml can't be loaded ({error!r}): {_INSTALL}") from error
+    return cast("ModuleType", pynvml)
+
+
+def module_description() -> str:
+    """Name the module pynvml with its distribution, version and file. Raises `GpuDriverError` without one."""
+    file = Path(str(_module().__file__))
+    origin = "of an unknown distribution"
+    for name in ("nvidia-ml-py", "pynvml"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            distribution = metadata.distribution(name)
+            if any(Path(str(distribution.locate_file(path))) == file for path in distribution.files or ()):
+                origin = f"{name} {distribution.version}"
+    return f"pynvml ({origin}, {file})"
+
+
+def module_problem() -> str:
+    """Say why the module pynvml can't be loaded, or that it is too old; empty if it is neither."""
+    try:
+        # The newest of the names that the agent uses.
+        PYNVML.c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t  # noqa: B018
+    except GpuError as error:
+        return str(error)
+    return ""
+
+
 _NOT_OFFERED = "this GPU or this driver does not support it"
 _DRIVER_GONE = "the NVIDIA kernel driver is not loaded, or was unloaded: load it and restart training"
-# Every documented error of NVML; others mean that the driver has failed.
+_NO_SUCH_GPU = "compare with the UUIDs that nvidia-smi -L lists"
+# Every documented error, by the numbers of nvml.h: older modules do not name them all. Others mean that the
+# driver has failed.
 _ERRORS: dict[int, tuple[type[GpuError], str]] = {
-    pynvml.NVML_ERROR_NO_PERMISSION: (
+    1: (GpuDriverError, _DRIVER_GONE),  # uninitialized
+    3: (GpuUnsupportedError, _NOT_OFFERED),  # not supported
+    4: (  # no permission
         GpuPermissionError,
         "setting clocks needs root or CAP_SYS_ADMIN: run the agent as root, grant it that capability, "
         "or run it with --observe to measure only",
     ),
-    pynvml.NVML_ERROR_GPU_IS_LOST: (GpuLostError, "the GPU fell off the bus: see the kernel log"),
-    pynvml.NVML_ERROR_RESET_REQUIRED: (GpuLostError, "the GPU needs a reset (nvidia-smi --gpu-reset)"),
-    pynvml.NVML_ERROR_NOT_FOUND: (GpuNotFoundError, "compare with the UUIDs that nvidia-smi -L lists"),
-    pynvml.NVML_ERROR_GPU_NOT_FOUND: (GpuNotFoundError, "compare with the UUIDs that nvidia-smi -L lists"),
-    pynvml.NVML_ERROR_NOT_SUPPORTED: (GpuUnsupportedError, _NOT_OFFERED),
-    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: (GpuUnsupportedError, _NOT_OFFERED),
-    pynvml.NVML_ERROR_DEPRECATED: (GpuUnsupportedError, _NOT_OFFERED),
-    pynvml.NVML_ERROR_IN_USE: (GpuInUseError, "another client of the driver holds the GPU"),
-    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: (
+    6: (GpuNotFoundError, _NO_SUCH_GPU),  # not found
+    9: (GpuDriverError, _DRIVER_GONE),  # driver not loaded
+    12: (  # library not found
         GpuDriverError,
-        "libnvidia-ml.so.1 is missing: install the NVIDIA driver, or pass it into the container",
+        "libnvidia-ml.so.1 is missing or can't be loaded: install the NVIDIA driver, or pass it into the "
+        "container",
     ),
-    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: (GpuDriverError, _DRIVER_GONE),
-    pynvml.NVML_ERROR_UNINITIALIZED: (GpuDriverError, _DRIVER_GONE),
-    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
+    13: (GpuUnsupportedError, _NOT_OFFERED),  # function not found
+    15: (GpuLostError, "the GPU fell off the bus: see the kernel log"),  # GPU is lost
+    16: (GpuLostError, "the GPU needs a reset (nvidia-smi --gpu-reset)"),  # reset required
+    17: (GpuDriverError, "the operating system or its cgroups block it"),  # operating system
+    18: (  # version mismatch of library and driver
         GpuDriverError,
         "the driver was updated while its kernel module stayed loaded: reload it, or reboot",
     ),
-    pynvml.NVML_ERROR_OPERATING_SYSTEM: (GpuDriverError, "the operating system or its cgroups block it"),
+    19: (GpuInUseError, "another client of the driver holds the GPU"),  # in use
+    26: (GpuUnsupportedError, _NOT_OFFERED),  # deprecated
+    28: (GpuNotFoundError, _NO_SUCH_GPU),  # GPU not found
 }
+_FINDING = ("nvmlInit", "nvmlDeviceGetHandleByUUID")
 
 
 @contextmanager
 def calling(function: str, subject: str, nvml: Any) -> Iterator[None]:
-    """Convert an NVML error of `function` to a `GpuError`, whose text begins with `subject`."""
+    """Convert an NVML error of `function` to a `GpuError`, whose text begins with `subject`.
+
+    "Not found" from a function that does not look for a GPU means that the GPU lacks what it was asked for.
+    """
     try:
         yield
     except nvml.NVMLError as error:
         error_class, advice = _ERRORS.get(error.value, (GpuDriverError, "the driver failed: see its log"))
+        if error_class is GpuNotFoundError and function not in _FINDING:
+            error_class, advice = GpuUnsupportedError, _NOT_OFFERED
         raise error_class(f"{subject}: {function}: {error}: {advice}") from error
 
 
-def inspect(uuid: str, device_folder: str, nvml: Any = pynvml) -> GpuUse:
+@contextmanager
+def connected(subject: str, nvml: Any) -> Iterator[None]:
+    """Connect to NVML, which counts connections. Raises `GpuError` if that fails."""
+    with calling("nvmlInit", subject, nvml):
+        nvml.nvmlInit()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(nvml.NVMLError):  # the query has been answered
+            nvml.nvmlShutdown()
+
+
+def handle_of(uuid: str, nvml: Any) -> Any:
+    """Return NVML's handle of a GPU. Raises `GpuError`."""
+    with calling("nvmlDeviceGetHandleByUUID", f"GPU {uuid}", nvml):
+        return nvml.nvmlDeviceGetHandleByUUID(uuid.encode())  # older modules take no str
+
+
+def text(answer: str | bytes) -> str:
+    """Return a text of NVML, which older modules leave as bytes."""
+    return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
+
+
+def inspect(uuid: str, device_folder: str, nvml: Any = PYNVML) -> GpuUse:
     """Return a GPU's place and its compute processes without changing anything. Raises as `NvmlGpu`.
 
     Compute processes include those of MPS; processes that only draw (a display's) do not count.
     """
     subject = f"GPU {uuid}"
-    with calling("nvmlInit", subject, nvml):
-        nvml.nvmlInit()
-    try:
-        with calling("nvmlDeviceGetHandleByUUID", subject, nvml):
-            handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    with connected(subject, nvml):
+        handle = handle_of(uuid, nvml)
         with calling("nvmlDeviceGetIndex", subject, nvml):
             index = int(nvml.nvmlDeviceGetIndex(handle))
         try:
@@ -83,9 +174,6 @@ def inspect(uuid: str, device_folder: str, nvml: Any = pynvml) -> GpuUse:
         except GpuUnsupportedError:  # a GPU without its own device node (WSL)
             node = ""
         return GpuUse(index, node, _process_ids(handle, subject, nvml))
-    finally:
-        with contextlib.suppress(nvml.NVMLError):  # the query has been answered
-            nvml.nvmlShutdown()
 
 
 def _process_ids(handle: Any, subject: str, nvml: Any) -> tuple[int, ...] | None:
@@ -111,7 +199,7 @@ class NvmlGpu:
     `nvml` is the module `pynvml` or a substitute.
     """
 
-    def __init__(self, uuid: str, *, nvml: Any = pynvml) -> None:
+    def __init__(self, uuid: str, *, nvml: Any = PYNVML) -> None:
         """Connect to the GPU; `close` disconnects. Raises any `GpuError` but `ClockNotSupportedError`."""
         self._nvml = nvml
         self._uuid = uuid
@@ -131,8 +219,7 @@ class NvmlGpu:
             raise GpuUnsupportedError(
                 f"{self._uuid}: expected a whole GPU, found a MIG device: it has no energy counter"
             )
-        with self._call("nvmlDeviceGetHandleByUUID"):
-            self._handle = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
+        self._handle = handle_of(self._uuid, nvml)
         with self._call("nvmlDeviceGetArchitecture"):
             architecture = nvml.nvmlDeviceGetArchitecture(self._handle)
         if architecture < nvml.NVML_DEVICE_ARCH_VOLTA:
@@ -145,18 +232,31 @@ class NvmlGpu:
                 f"GPU {self._uuid}: expected MIG mode off, found it on: MIG devices have no energy counter"
             )
         with self._call("nvmlDeviceGetName"):
-            self._name = str(nvml.nvmlDeviceGetName(self._handle))
-        with self._call("nvmlDeviceGetSupportedMemoryClocks"):
-            memory_clocks_mhz = nvml.nvmlDeviceGetSupportedMemoryClocks(self._handle)
-        self._top_memory_clock_mhz = max(memory_clocks_mhz)
-        self._lowest_memory_clock_mhz = min(memory_clocks_mhz)
+            self._name = text(nvml.nvmlDeviceGetName(self._handle))
+        memory_clocks_mhz = self._clocks("nvmlDeviceGetSupportedMemoryClocks")
+        self._top_memory_clock_mhz, self._lowest_memory_clock_mhz = (
+            memory_clocks_mhz[0],
+            memory_clocks_mhz[-1],
+        )
         # Locking memory needs several clocks, and Ampere (NVML: nvmlDeviceSetMemoryLockedClocks).
         self._locks_memory = len(memory_clocks_mhz) > 1 and architecture >= nvml.NVML_DEVICE_ARCH_AMPERE
-        with self._call("nvmlDeviceGetSupportedGraphicsClocks"):
-            clocks_mhz = nvml.nvmlDeviceGetSupportedGraphicsClocks(self._handle, self._top_memory_clock_mhz)
-        self._supported_clocks_mhz = tuple(sorted(clocks_mhz, reverse=True))
+        self._supported_clocks_mhz = self._clocks(
+            "nvmlDeviceGetSupportedGraphicsClocks", self._top_memory_clock_mhz
+        )
         if self._in_persistence_mode() is False:
             _log.info("persistence mode is off: locks end with NVML's last client", gpu=self._uuid)
+
+    def _clocks(self, function: str, *arguments: int) -> tuple[int, ...]:
+        """Return the clocks that a function lists, descending."""
+        with self._call(function):
+            listed = getattr(self._nvml, function)(self._handle, *arguments)
+        clocks_mhz = tuple(sorted((clock_mhz for clock_mhz in listed if clock_mhz > 0), reverse=True))
+        if not clocks_mhz:
+            raise GpuUnsupportedError(
+                f"GPU {self._uuid}: {function}: expected at least one clock, found none: vGPUs and "
+                "integrated GPUs have none that can be locked"
+            )
+        return clocks_mhz
 
     def _in_mig_mode(self) -> bool:
         nvml = self._nvml
@@ -247,8 +347,11 @@ class NvmlGpu:
                 with self._call("nvmlDeviceResetMemoryLockedClocks"):
                     self._nvml.nvmlDeviceResetMemoryLockedClocks(self._handle)
             except GpuUnsupportedError as error:
-                if self._is_memory_locked or self._takes_memory_locks():
-                    raise GpuDriverError(f"{error}, though memory can be locked: it may still be") from error
+                may_be_locked = self._is_memory_locked or isinstance(error, NotInModuleError)
+                if may_be_locked or self._takes_memory_locks():
+                    raise GpuDriverError(
+                        f"GPU {self._uuid}: its memory clock may still be locked: {error}"
+                    ) from error
         self._is_memory_locked = False
 
     def _takes_memory_locks(self) -> bool:
@@ -270,7 +373,8 @@ class NvmlGpu:
     def sm_clock_mhz(self) -> int:
         """The SM clock in force (nvmlDeviceGetClockInfo)."""
         with self._call("nvmlDeviceGetClockInfo"):
-            return int(self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM))
+            clock_mhz = int(self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM))
+        return self._reported(clock_mhz, "nvmlDeviceGetClockInfo")
 
     def power_w(self) -> float:
         """The power now: NVML_FI_DEV_POWER_INSTANT, or nvmlDeviceGetPowerUsage without that field.
@@ -281,7 +385,8 @@ class NvmlGpu:
             return self._power_field_w("NVML_FI_DEV_POWER_INSTANT")
         except GpuUnsupportedError:
             with self._call("nvmlDeviceGetPowerUsage"):
-                return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle)) / 1000
+                usage_mw = int(self._nvml.nvmlDeviceGetPowerUsage(self._handle))
+            return self._reported(usage_mw, "nvmlDeviceGetPowerUsage") / 1000
 
     def average_power_w(self) -> float:
         """The power averaged over a second (NVML_FI_DEV_POWER_AVERAGE)."""
@@ -300,8 +405,8 @@ class NvmlGpu:
 
         The driver selects them from the requested ones (nvmlDeviceWorkloadPowerProfileGetCurrentProfiles).
         """
-        profiles = self._nvml.c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t()
         try:
+            profiles = self._nvml.c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t()
             with self._call("nvmlDeviceWorkloadPowerProfileGetCurrentProfiles"):
                 self._nvml.nvmlDeviceWorkloadPowerProfileGetCurrentProfiles(self._handle, byref(profiles))
         except GpuUnsupportedError:
@@ -311,11 +416,20 @@ class NvmlGpu:
 
     def _power_field_w(self, name: str) -> float:
         nvml = self._nvml
-        with self._call(f"nvmlDeviceGetFieldValues({name})"):
+        function = f"nvmlDeviceGetFieldValues({name})"
+        with self._call(function):
             (field,) = nvml.nvmlDeviceGetFieldValues(self._handle, [getattr(nvml, name)])
             if field.nvmlReturn != nvml.NVML_SUCCESS:
                 raise nvml.NVMLError(field.nvmlReturn)
-        return float(field.value.uiVal) / 1000
+        return self._reported(int(field.value.uiVal), function) / 1000
+
+    def _reported(self, value: int, function: str) -> int:
+        """Return a value that a running GPU never has at 0."""
+        if not value:
+            raise GpuUnsupportedError(
+                f"GPU {self._uuid}: {function}: expected a value, found 0: {_NOT_OFFERED}"
+            )
+        return value
 
     def clock_event_reasons(self) -> int:
         """The bits of nvmlDeviceGetCurrentClocksEventReasons."""

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import pynvml
 import structlog
 
-from perseus.agent.gpu import Gpu, GpuError, GpuNotFoundError, GpuUse
+from perseus.agent.gpu import Gpu, GpuDriverError, GpuError, GpuNotFoundError, GpuUse
 from perseus.agent.gpu.executor import ALL_GPUS, GpuExecutor
-from perseus.agent.gpu.nvml import NvmlGpu, calling, inspect
+from perseus.agent.gpu.nvml import PYNVML, NvmlGpu, calling, connected, inspect, module_problem, text
+from perseus.agent.sidecar.self_test import GpuFindings, all_gpu_findings
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.emulation.gpu import EmulatedGpu
 
@@ -40,7 +40,7 @@ class Backend(Protocol):
 class NvmlBackend:
     """Real GPUs. `nvml` is the module `pynvml` or a substitute; `device_folder` has the device nodes."""
 
-    def __init__(self, nvml: Any = pynvml, device_folder: Path = Path("/dev")) -> None:
+    def __init__(self, nvml: Any = PYNVML, device_folder: Path = Path("/dev")) -> None:
         self._nvml = nvml
         self._device_folder = device_folder
 
@@ -49,35 +49,36 @@ class NvmlBackend:
         try:
             return NvmlGpu(uuid, nvml=self._nvml)
         except GpuNotFoundError as error:
-            raise _not_found(uuid, self.listed()) from error
+            raise self._not_found(error, uuid) from error
 
     def inspect(self, uuid: str) -> GpuUse:
         """Ask NVML for a GPU's place and processes."""
         try:
             return inspect(uuid, str(self._device_folder), self._nvml)
         except GpuNotFoundError as error:
-            raise _not_found(uuid, self.listed()) from error
+            raise self._not_found(error, uuid) from error
 
     def listed(self) -> list[str | GpuError]:
         """List the GPUs that NVML counts."""
         nvml = self._nvml
-        with calling("nvmlInit", "GPUs", nvml):
-            nvml.nvmlInit()
-        try:
+        with connected("GPUs", nvml):
             with calling("nvmlDeviceGetCount", "GPUs", nvml):
                 count = int(nvml.nvmlDeviceGetCount())
             return [self._uuid_or_error(index) for index in range(count)]
-        finally:
-            with contextlib.suppress(nvml.NVMLError):  # the query has been answered
-                nvml.nvmlShutdown()
+
+    def _not_found(self, error: GpuNotFoundError, uuid: str) -> GpuNotFoundError:
+        listed = self.listed()
+        # NVML contradicts itself; don't do the same.
+        return error if uuid in listed else _not_found(uuid, listed)
 
     def _uuid_or_error(self, index: int) -> str | GpuError:
         nvml = self._nvml
         try:
             with calling("nvmlDeviceGetHandleByIndex, …UUID", f"GPU {index}", nvml):
-                return str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index)))
+                uuid = text(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index)))
         except GpuError as error:
             return error
+        return uuid or GpuDriverError(f"GPU {index}: nvmlDeviceGetUUID: expected a UUID, found none")
 
 
 class EmulatedBackend:
@@ -210,14 +211,22 @@ class Found:
 
 
 class Inventory:
-    """Counts a backend's GPUs on a separate executor: a driver that hangs blocks nothing else."""
+    """Counts a backend's GPUs on a separate executor: a driver that hangs blocks nothing else.
+
+    `find` queries one GPU, if the backend's GPUs can be tested.
+    """
 
     def __init__(
-        self, gpus: Backend, executor: GpuExecutor, clock: Callable[[], float] = time.monotonic
+        self,
+        gpus: Backend,
+        executor: GpuExecutor,
+        clock: Callable[[], float] = time.monotonic,
+        find: Callable[[str], GpuFindings] | None = None,
     ) -> None:
         self._gpus = gpus
         self._executor = executor
         self._clock = clock
+        self._find = find
         self._found = Found(0)
         self._found_s = float("-inf")
 
@@ -228,12 +237,24 @@ class Inventory:
         return self._found
 
     async def report(self) -> None:
-        """Log the current inventory."""
+        """Log the current inventory, and what keeps GPUs from being used."""
         found = await self.refresh()
         for problem in found.problems:
             _log.error("no GPU can be served" if not found.gpu_count else "GPU lost", reason=problem)
         if found.gpu_count:
             _log.info("GPUs found", count=found.gpu_count)
+        if found.gpu_count and self._find is not None:
+            await self._report_tests(self._find)
+
+    async def _report_tests(self, find: Callable[[str], GpuFindings]) -> None:
+        if problem := module_problem():
+            _log.warning("NVML is used with limitations", reason=problem)
+        listed = await self._executor.run(ALL_GPUS, self._gpus.listed)
+        for gpu in await all_gpu_findings([each for each in listed if isinstance(each, str)], find):
+            if not gpu.is_usable:
+                _log.error("GPU can't be used", gpu=gpu.uuid, reason=gpu.problem)
+            for limitation in gpu.limitations:
+                _log.warning("GPU is used with a limitation", gpu=gpu.uuid, reason=limitation)
 
     async def _refresh(self) -> Found:
         try:

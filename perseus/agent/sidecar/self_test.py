@@ -6,8 +6,10 @@ and mode, and from this process's privileges.
 """
 
 import asyncio
+import contextlib
 import itertools
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,16 +17,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pynvml
-
-from perseus.agent.energy.counter import ChangeDetector
+from perseus.agent.energy.counter import ChangeDetector, PowerSample, disagreement
 from perseus.agent.gpu import ClockEventReason, GpuError, GpuUnsupportedError
 from perseus.agent.gpu.executor import TIMEOUT_S, GpuExecutor
-from perseus.agent.gpu.nvml import NvmlGpu, calling
+from perseus.agent.gpu.nvml import (
+    PYNVML,
+    NvmlGpu,
+    calling,
+    connected,
+    handle_of,
+    module_description,
+    module_problem,
+    text,
+)
 
 _CAP_SYS_ADMIN = 21
 _WATCH_S = 2.0
 _POLL_S = 0.001
+_POWER_INTERVALS_S = (0.01, 0.05)
 _MIN_CHANGES = 4
 _TIMEOUT_S = _WATCH_S + TIMEOUT_S
 
@@ -48,19 +58,37 @@ class GpuFindings:
     @property
     def is_usable(self) -> bool:
         """Whether Perseus can measure on it."""
-        return not any(finding.problem for finding in self.findings if finding.name in _NEEDED)
+        return not self.problem
+
+    @property
+    def problem(self) -> str:
+        """Why Perseus can't measure on it; empty if it can."""
+        return "; ".join(finding.problem for finding in self.findings if finding.name == "usable")
+
+    @property
+    def limitations(self) -> list[str]:
+        """What Perseus can't do as well on it as on others, if it can be used at all."""
+        named = [each.problem for each in self.findings if each.problem and each.name in _WANTED]
+        return named if self.is_usable else []
 
 
-_NEEDED = frozenset({"usable", "energy_counter_j", "clock_events", "sm_clock_mhz"})
+_NEEDED = frozenset({"energy_counter_j", "counter_period_s", "clock_events", "sm_clock_mhz"})
+_WANTED = frozenset({"model", "counter_scope", "power_w", "power_limit_w", "workload_power_profiles"})
+# The other findings have a value on every GPU: none, or 0, is a problem.
+_MAY_BE_EMPTY = frozenset(
+    {"persistence_mode", "mig_mode", "workload_power_profiles", "clock_events", "energy_counter_j"}
+)
 
 
-def node_findings(nvml: Any = pynvml) -> tuple[Finding, ...]:
-    """Return the findings for all GPUs: driver, library and privileges. NVML must be initialised."""
-    return (
-        _find("driver_version", nvml.nvmlSystemGetDriverVersion, nvml),
-        _find("nvml_version", nvml.nvmlSystemGetNVMLVersion, nvml),
-        Finding("may_set_clocks", may_set_clocks(), "" if may_set_clocks() else _UNPRIVILEGED),
-    )
+def node_findings(nvml: Any = PYNVML) -> tuple[Finding, ...]:
+    """Return the findings for all GPUs: module, driver, library and privileges. Raises `GpuError`."""
+    with connected("GPUs", nvml):
+        return (
+            Finding("module", module_description(), module_problem()),
+            _find("driver_version", lambda: text(nvml.nvmlSystemGetDriverVersion()), nvml),
+            _find("nvml_version", lambda: text(nvml.nvmlSystemGetNVMLVersion()), nvml),
+            Finding("may_set_clocks", may_set_clocks(), "" if may_set_clocks() else _UNPRIVILEGED),
+        )
 
 
 async def all_gpu_findings(
@@ -88,53 +116,53 @@ def _unusable(name: str, error: GpuError) -> GpuFindings:
 
 def gpu_findings(
     uuid: str,
-    nvml: Any = pynvml,
+    nvml: Any = PYNVML,
     *,
     monotonic: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> GpuFindings:
-    """Query one GPU; takes about 2 s of watching its energy counter. NVML must be initialised.
+    """Query one GPU; takes about 2 s of watching its energy counter. Raises `GpuError` without such a GPU."""
+    with connected(f"GPU {uuid}", nvml):
+        handle = handle_of(uuid, nvml)
 
-    Raises `GpuError` if there is no such GPU.
-    """
-    with calling("nvmlDeviceGetHandleByUUID", f"GPU {uuid}", nvml):
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        def ask(name: str, function: str, then: Callable[[Any], object] = lambda x: x) -> Finding:
+            return _find(name, lambda: then(getattr(nvml, function)(handle)), nvml)
 
-    def ask(name: str, function: Callable[..., Any], then: Callable[[Any], object] = lambda x: x) -> Finding:
-        return _find(name, lambda: then(function(handle)), nvml)
-
-    found = [
-        ask("model", nvml.nvmlDeviceGetName),
-        ask("architecture", nvml.nvmlDeviceGetArchitecture),
-        ask("compute_capability", nvml.nvmlDeviceGetCudaComputeCapability, list),
-        ask("persistence_mode", nvml.nvmlDeviceGetPersistenceMode, bool),
-        ask("mig_mode", nvml.nvmlDeviceGetMigMode, lambda modes: bool(modes[0])),
-        ask("memory_clocks_mhz", nvml.nvmlDeviceGetSupportedMemoryClocks, list),
-        ask("power_usage_w", nvml.nvmlDeviceGetPowerUsage, lambda milliwatts: milliwatts / 1000),
-    ]
-    try:
-        gpu = NvmlGpu(uuid, nvml=nvml)
-    except GpuError as error:
-        return GpuFindings(uuid, (*found, Finding("usable", False, str(error))))
-    try:
-        clocks_mhz = list(gpu.supported_clocks_mhz)
-        found += [
-            Finding("usable", True),
-            Finding("supported_clocks_mhz", clocks_mhz),
-            _find("sm_clock_mhz", gpu.sm_clock_mhz, nvml),
-            _find("power_w", gpu.power_w, nvml),
-            _find("average_power_w", gpu.average_power_w, nvml),
-            _find("power_limit_w", gpu.power_limit_w, nvml),
-            _find("workload_power_profiles", lambda: _profile_names(gpu.power_profiles(), nvml), nvml),
-            _find("clock_events", lambda: _event_names(gpu.clock_event_reasons()), nvml),
-            _find("energy_counter_j", gpu.total_energy_j, nvml),
-            _find("counter_period_s", lambda: _counter_period_s(gpu, monotonic, sleep), nvml),
-            Finding("may_lock_graphics_clock", may_set_clocks(), "" if may_set_clocks() else _UNPRIVILEGED),
-            _memory_lock(gpu),
+        findings = [
+            ask("model", "nvmlDeviceGetName", text),
+            ask("architecture", "nvmlDeviceGetArchitecture"),
+            ask("compute_capability", "nvmlDeviceGetCudaComputeCapability", list),
+            ask("persistence_mode", "nvmlDeviceGetPersistenceMode", bool),
+            ask("mig_mode", "nvmlDeviceGetMigMode", lambda modes: bool(modes[0])),
+            ask("memory_clocks_mhz", "nvmlDeviceGetSupportedMemoryClocks", list),
+            ask("power_usage_w", "nvmlDeviceGetPowerUsage", lambda milliwatts: milliwatts / 1000),
         ]
-    finally:
-        gpu.close()
-    return GpuFindings(uuid, tuple(found))
+        try:
+            gpu = NvmlGpu(uuid, nvml=nvml)
+        except GpuError as error:
+            return GpuFindings(uuid, (*findings, Finding("usable", False, str(error))))
+        try:
+            powers: list[PowerSample] = []
+            findings += [
+                _find("supported_clocks_mhz", lambda: list(gpu.supported_clocks_mhz), nvml),
+                _find("sm_clock_mhz", gpu.sm_clock_mhz, nvml),
+                _find("power_w", gpu.power_w, nvml),
+                _find("average_power_w", gpu.average_power_w, nvml),
+                _find("power_limit_w", gpu.power_limit_w, nvml),
+                _find("workload_power_profiles", lambda: _profile_names(gpu.power_profiles(), nvml), nvml),
+                _find("clock_events", lambda: _event_names(gpu.clock_event_reasons()), nvml),
+                _find("energy_counter_j", gpu.total_energy_j, nvml),
+                _find("counter_period_s", lambda: _counter_period_s(gpu, powers, monotonic, sleep), nvml),
+                _counter_scope(powers),
+                Finding(
+                    "may_lock_graphics_clock", may_set_clocks(), "" if may_set_clocks() else _UNPRIVILEGED
+                ),
+                _memory_lock(gpu),
+            ]
+        finally:
+            gpu.close()
+    problems = [finding.problem for finding in findings if finding.problem and finding.name in _NEEDED]
+    return GpuFindings(uuid, (*findings, Finding("usable", not problems, "; ".join(dict.fromkeys(problems)))))
 
 
 _UNPRIVILEGED = "needs root or CAP_SYS_ADMIN; otherwise run the agent with --observe"
@@ -161,9 +189,11 @@ def _memory_lock(gpu: NvmlGpu) -> Finding:
 def _find(name: str, question: Callable[[], object], nvml: Any) -> Finding:
     try:
         with calling(name, "NVML", nvml):
-            return Finding(name, question())
+            value = question()
     except GpuError as error:
         return Finding(name, None, str(error))
+    is_missing = not value and name not in _MAY_BE_EMPTY
+    return Finding(name, value, f"{name}: expected a value, found {value or 'none'}" if is_missing else "")
 
 
 def _event_names(reasons: int) -> list[str]:
@@ -180,8 +210,8 @@ def _profile_names(profiles: Sequence[int], nvml: Any) -> list[str]:
     """Return workload power profiles by NVML's names; one without a name by its number."""
     prefix = "NVML_POWER_PROFILE_"
     names = {
-        number: name.removeprefix(prefix).lower()
-        for name, number in vars(nvml).items()
+        getattr(nvml, name): name.removeprefix(prefix).lower()
+        for name in dir(nvml)
         if name.startswith(prefix)
         and not name.startswith(f"{prefix}OPERATION_")
         and name != f"{prefix}MAX"  # the count of those that NVML knows
@@ -189,18 +219,34 @@ def _profile_names(profiles: Sequence[int], nvml: Any) -> list[str]:
     return [names.get(profile, str(profile)) for profile in profiles]
 
 
-def _counter_period_s(gpu: NvmlGpu, monotonic: Callable[[], float], sleep: Callable[[float], None]) -> float:
+def _counter_period_s(
+    gpu: NvmlGpu,
+    powers: list[PowerSample],
+    monotonic: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> float:
+    """Watch the energy counter, and fill `powers` with readings of the power meanwhile."""
     detector, times_s = ChangeDetector(), []
     end_s = monotonic() + _WATCH_S
+    power_at_s = monotonic()
     while (before_s := monotonic()) < end_s:
-        energy_j = gpu.total_energy_j()
-        if (change := detector.poll(before_s, monotonic(), energy_j, 0)) is not None:
+        energy_j, after_s = gpu.total_energy_j(), monotonic()
+        if (change := detector.poll(before_s, after_s, energy_j, 0)) is not None:
             times_s.append(change.time_s)
+        if after_s >= power_at_s:
+            power_at_s = after_s + random.uniform(*_POWER_INTERVALS_S)
+            with contextlib.suppress(GpuError):  # named by its own question
+                powers.append(PowerSample(after_s, energy_j, gpu.power_w()))
         sleep(_POLL_S)
     if len(times_s) < _MIN_CHANGES:
         raise GpuUnsupportedError(
             f"energy counter: expected at least {_MIN_CHANGES} changes within {_WATCH_S:g} s, "
-            f"found {len(times_s)}"
+            f"found {len(times_s) or 'none: it stands still'}"
         )
     steps_s = [later_s - earlier_s for earlier_s, later_s in itertools.pairwise(times_s)]
     return round(statistics.median(steps_s), 4)
+
+
+def _counter_scope(powers: Sequence[PowerSample]) -> Finding:
+    problem = disagreement(powers)
+    return Finding("counter_scope", "the GPU" if powers and not problem else None, problem)

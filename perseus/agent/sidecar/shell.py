@@ -42,6 +42,7 @@ from perseus.agent.sidecar.optional import OptionalParts
 from perseus.agent.sidecar.power_readings import PowerReadings
 from perseus.agent.sidecar.ranks import Ranks
 from perseus.agent.sidecar.roster import Roster
+from perseus.agent.sidecar.self_test import gpu_findings
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.uplink import Uplink
 
@@ -151,7 +152,8 @@ class Agent:
         records = RecordFolder(settings.restore_folder)
         self._restorer = Restorer(records, all_gpus.open, executor)
         self._access = AccessChecker(gpus, settings.grants, executor)
-        self._inventory = Inventory(gpus, executor)
+        find = gpu_findings if settings.gpu_backend == "nvml" else None
+        self._inventory = Inventory(gpus, executor, find=find)
         self._roster = Roster()
         rank_gpus = RankGpus(settings, gpus, executor, records, self._restorer, self._optional)
         self._uplink = Uplink(settings, self._roster, rank_gpus.counters)

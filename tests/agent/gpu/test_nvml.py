@@ -19,7 +19,7 @@ from perseus.agent.gpu.nvml import NvmlGpu
 
 CONNECT = [
     ("nvmlInit",),
-    ("nvmlDeviceGetHandleByUUID", "GPU-a"),
+    ("nvmlDeviceGetHandleByUUID", b"GPU-a"),
     ("nvmlDeviceGetArchitecture", "handle"),
     ("nvmlDeviceGetMigMode", "handle"),
     ("nvmlDeviceGetName", "handle"),
@@ -264,6 +264,15 @@ def test_errors_are_mapped_and_name_the_gpu_and_the_call(
         getattr(gpu, method)(*arguments)
 
 
+@pytest.mark.parametrize("method", ["sm_clock_mhz", "power_w", "average_power_w"])
+def test_a_value_that_no_running_gpu_has_is_an_error(method: str) -> None:
+    zeros = {"nvmlDeviceGetFieldValues": power_field(pynvml.NVML_SUCCESS)}
+    zeros |= dict.fromkeys(("nvmlDeviceGetClockInfo", "nvmlDeviceGetPowerUsage"), 0)
+    gpu = NvmlGpu("GPU-a", nvml=FakeNvml(**zeros))
+    with pytest.raises(GpuUnsupportedError, match=r"GPU GPU-a: nvml.*: expected a value, found 0"):
+        getattr(gpu, method)()
+
+
 def test_a_failed_field_is_an_error() -> None:
     nvml = FakeNvml(nvmlDeviceGetFieldValues=power_field(pynvml.NVML_ERROR_NOT_SUPPORTED))
     gpu = NvmlGpu("GPU-a", nvml=nvml)
@@ -312,6 +321,24 @@ def test_without_a_driver_there_is_nothing_to_shut_down(code: int, advice: str) 
             failing("nvmlDeviceGetSupportedMemoryClocks", pynvml.NVML_ERROR_NOT_SUPPORTED),
             GpuUnsupportedError,
             "nvmlDeviceGetSupportedMemoryClocks",
+        ),
+        (
+            "GPU-a",
+            FakeNvml(nvmlDeviceGetSupportedMemoryClocks=[]),
+            GpuUnsupportedError,
+            "nvmlDeviceGetSupportedMemoryClocks: expected at least one clock, found none",
+        ),
+        (
+            "GPU-a",
+            FakeNvml(nvmlDeviceGetSupportedGraphicsClocks=[0]),
+            GpuUnsupportedError,
+            "nvmlDeviceGetSupportedGraphicsClocks: expected at least one clock, found none",
+        ),
+        (
+            "GPU-a",
+            failing("nvmlDeviceGetSupportedGraphicsClocks", pynvml.NVML_ERROR_NOT_FOUND),
+            GpuUnsupportedError,
+            "nvmlDeviceGetSupportedGraphicsClocks: Not Found: this GPU or this driver does not support it",
         ),
     ],
 )

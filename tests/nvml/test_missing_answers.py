@@ -1,0 +1,287 @@
+"""NVML's answers replaced one by one by what vGPUs, Jetson, MIG devices and failing drivers answer.
+
+A GPU ends as not usable, with a reason, or as usable with a problem that is named; never as a traceback.
+"""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+from structlog.testing import capture_logs
+from typer.testing import CliRunner
+
+from perseus import configuration
+from perseus.agent.gpu import GpuError, GpuUnsupportedError
+from perseus.agent.gpu.executor import GpuExecutor
+from perseus.agent.gpu.nvml import NvmlGpu
+from perseus.agent.restore.records import Record, RecordFolder
+from perseus.agent.sidecar import self_test
+from perseus.agent.sidecar.backends import Inventory, NvmlBackend
+from perseus.agent.sidecar.self_test import GpuFindings, all_gpu_findings, gpu_findings
+from perseus.agent.sidecar.settings import AgentSettings
+from perseus.cli.main import app
+from perseus.demo.nvml_stub import NO_LOCKS, Locks, environment, instruct
+from perseus.doctor.checks import Check, Verdict
+from perseus.doctor.node import node_checks
+from perseus.emulation.gpu import EmulatedGpu
+from tests.nvml.stub_gpus import MODEL, UUIDS
+
+UUID = UUIDS[0]
+ERRORS = {
+    "not supported": pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED),
+    "not found": pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND),
+    "function not found": pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND),
+    "unknown": pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN),
+}
+NO_POWER = [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=0))]
+# Without any of these a GPU can't be used: what is missing beside errors, and what the reason says.
+NEEDED: dict[str, tuple[list[object], str]] = {
+    "nvmlDeviceGetHandleByUUID": ([], "nvmlDeviceGetHandleByUUID"),
+    "nvmlDeviceGetName": ([], "nvmlDeviceGetName"),
+    "nvmlDeviceGetArchitecture": ([0], "rchitecture"),
+    "nvmlDeviceGetSupportedMemoryClocks": ([[], [0]], "nvmlDeviceGetSupportedMemoryClocks"),
+    "nvmlDeviceGetSupportedGraphicsClocks": ([[], [0]], "nvmlDeviceGetSupportedGraphicsClocks"),
+    "nvmlDeviceGetCurrentClocksEventReasons": ([], "nvmlDeviceGetCurrentClocksEventReasons"),
+    "nvmlDeviceGetTotalEnergyConsumption": ([0, 1234], "nergy"),
+    "nvmlDeviceGetClockInfo": ([0], "nvmlDeviceGetClockInfo"),
+}
+# Without any of these it can: the finding that has the problem.
+NAMED: dict[str, tuple[list[object], str]] = {
+    "nvmlDeviceGetCudaComputeCapability": ([], "compute_capability"),
+    "nvmlDeviceGetPowerUsage": ([0], "power_usage_w"),
+    "nvmlDeviceGetEnforcedPowerLimit": ([0], "power_limit_w"),
+    "nvmlDeviceGetFieldValues": ([NO_POWER], "average_power_w"),
+}
+
+
+def cases(functions: dict[str, tuple[list[object], str]]) -> list[object]:
+    return [
+        pytest.param(function, answer, expected, id=f"{function}-{name}")
+        for function, (missing, expected) in functions.items()
+        for name, answer in [*ERRORS.items(), *((repr(answer), answer) for answer in missing)]
+    ]
+
+
+Answer = Callable[[str, object], None]
+
+
+@pytest.fixture
+def gpu_files(tmp_path: Path) -> list[Path]:
+    """One GPU with a fast counter."""
+    (tmp_path / "gpus").mkdir()
+    EmulatedGpu.create(tmp_path / "gpus" / "0", replace(MODEL, counter_period_s=0.002), UUID).close()
+    return [tmp_path / "gpus" / "0"]
+
+
+@pytest.fixture
+def answer(stub: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
+    """A function that replaces the answer of one of NVML's functions."""
+    monkeypatch.setattr(self_test, "_WATCH_S", 0.1)
+    monkeypatch.setattr(self_test, "_MIN_CHANGES", 1)
+
+    def replace_answer(function: str, replacement: object) -> None:
+        def call(*_arguments: object) -> object:
+            if isinstance(replacement, pynvml.NVMLError):
+                raise replacement
+            return replacement
+
+        monkeypatch.setattr(pynvml, function, call)
+
+    return replace_answer
+
+
+@pytest.fixture
+def settings(stub: Path, tmp_path: Path) -> AgentSettings:
+    given = {
+        "coordinator": "127.0.0.1:1",
+        "socket": tmp_path / "agent.sock",
+        "restore_folder": tmp_path / "restore",
+    }
+    return configuration.load(AgentSettings, None, given)
+
+
+def findings() -> GpuFindings:
+    (gpu,) = asyncio.run(all_gpu_findings([UUID], gpu_findings))
+    return gpu
+
+
+def gpus_check(settings: AgentSettings) -> Check:
+    return next(iter(node_checks(settings)))
+
+
+def start_log() -> list[tuple[str, str]]:
+    """Return what an agent logs of its GPUs when it starts: events and reasons."""
+    with capture_logs() as lines:
+        asyncio.run(Inventory(NvmlBackend(), GpuExecutor(), find=gpu_findings).report())
+    return [(line["event"], line["reason"]) for line in lines if line["log_level"] in ("warning", "error")]
+
+
+def test_a_whole_gpu_is_usable(answer: Answer, settings: AgentSettings) -> None:
+    gpu = findings()
+    assert (gpu.is_usable, gpu.problem, gpu.limitations) == (True, "", [])
+    assert gpus_check(settings).verdict is Verdict.GOOD
+    assert start_log() == []
+
+
+@pytest.mark.parametrize(("function", "replacement", "expected"), cases(NEEDED))
+def test_a_gpu_without_a_needed_answer_is_not_usable(
+    function: str, replacement: object, expected: str, answer: Answer, settings: AgentSettings
+) -> None:
+    answer(function, replacement)
+    gpu = findings()
+    assert not gpu.is_usable
+    assert expected in gpu.problem
+    assert "\n" not in gpu.problem
+    check = gpus_check(settings)
+    assert (check.verdict, check.found) == (Verdict.BAD, f"{UUID} can't be used: {gpu.problem}")
+    assert start_log() == [("GPU can't be used", gpu.problem)]
+
+
+@pytest.mark.parametrize(("function", "replacement", "expected"), cases(NAMED))
+def test_what_a_usable_gpu_lacks_is_named(
+    function: str, replacement: object, expected: str, answer: Answer, settings: AgentSettings
+) -> None:
+    answer(function, replacement)
+    gpu = findings()
+    assert gpu.is_usable
+    assert {each.name: each.problem for each in gpu.findings}[expected]
+    verdict = Verdict.WARNING if gpu.limitations else Verdict.GOOD
+    assert gpus_check(settings).verdict is verdict
+    assert start_log() == [("GPU is used with a limitation", each) for each in gpu.limitations]
+    if function == "nvmlDeviceGetEnforcedPowerLimit":
+        assert gpu.limitations
+
+
+@pytest.mark.parametrize("function", ["nvmlDeviceGetMigMode", "nvmlDeviceGetPersistenceMode"])
+@pytest.mark.parametrize("name", ["not supported", "not found", "function not found"])
+def test_a_gpu_without_a_mode_is_usable(function: str, name: str, answer: Answer) -> None:
+    answer(function, ERRORS[name])
+    assert findings().is_usable
+
+
+@pytest.mark.parametrize(("function", "replacement", "_expected"), cases(NEEDED | NAMED))
+def test_serving_meets_gpu_errors_only(
+    function: str, replacement: object, _expected: str, answer: Answer
+) -> None:
+    answer(function, replacement)
+    try:
+        gpu = NvmlGpu(UUID)
+    except GpuError:
+        return
+    for read in (
+        gpu.total_energy_j,
+        gpu.clock_event_reasons,
+        gpu.sm_clock_mhz,
+        gpu.power_w,
+        gpu.power_limit_w,
+        gpu.power_profiles,
+    ):
+        with contextlib.suppress(GpuError):
+            read()
+    gpu.close()
+
+
+def test_a_node_without_gpus_says_so(answer: Answer, settings: AgentSettings) -> None:
+    answer("nvmlDeviceGetCount", 0)
+    done = CliRunner().invoke(app, ["agent", "--self-test"])
+    assert (done.exit_code, done.stderr.splitlines()[-1]) == (
+        1,
+        "error: GPUs: expected at least one, found none",
+    )
+    assert gpus_check(settings).verdict is Verdict.BAD
+    assert [event for event, _reason in start_log()] == ["no GPU can be served"]
+
+
+def test_a_gpu_without_a_uuid_is_named_by_its_index(answer: Answer, settings: AgentSettings) -> None:
+    answer("nvmlDeviceGetUUID", "")
+    check = gpus_check(settings)
+    assert (check.verdict, check.found) == (
+        Verdict.BAD,
+        "GPU 0: nvmlDeviceGetUUID: expected a UUID, found none",
+    )
+
+
+def test_what_is_not_found_on_a_gpu_is_not_the_gpu(answer: Answer) -> None:
+    answer("nvmlDeviceGetSupportedGraphicsClocks", ERRORS["not found"])
+    with pytest.raises(GpuUnsupportedError, match="nvmlDeviceGetSupportedGraphicsClocks: Not Found"):
+        NvmlBackend().open(UUID)
+    answer("nvmlDeviceGetHandleByUUID", ERRORS["not found"])
+    with pytest.raises(GpuError) as caught:
+        NvmlBackend().open(UUID)
+    assert "expected one of this node's" not in str(caught.value), "it is one of them"
+
+
+def test_a_frozen_counter_is_not_usable(
+    stub: Path, settings: AgentSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_test, "_WATCH_S", 0.05)
+    instruct(stub, ["property frozen_counter 1"])
+    done = CliRunner().invoke(app, ["agent", "--self-test"])
+    assert done.exit_code == 1
+    reason = f"{UUID} can't be used: energy counter: expected at least 4 changes"
+    assert reason in " ".join(done.stderr.split())
+    assert gpus_check(settings).found.startswith(reason)
+
+
+def test_a_counter_of_the_whole_module_is_named(
+    stub: Path, settings: AgentSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_test, "_WATCH_S", 0.5)
+    monkeypatch.setattr(self_test, "_POWER_INTERVALS_S", (0.001, 0.005))
+    instruct(stub, ["property module_power_w 200"])
+    check = gpus_check(settings)
+    assert check.verdict is Verdict.WARNING
+    assert "it counts the whole module" in check.found
+
+
+OLD_MODULE = """
+from importlib.machinery import SourceFileLoader
+real = SourceFileLoader("real", {real!r}).load_module()
+globals().update({{name: value for name, value in vars(real).items() if name not in {missing!r}}})
+"""
+
+
+@pytest.mark.slow("three processes")
+def test_an_old_module_restores_and_is_named(stub: Path, stub_library: Path, tmp_path: Path) -> None:
+    missing = ["__file__", "__name__", "nvmlDeviceGetCurrentClocksEventReasons", "NVML_ERROR_GPU_NOT_FOUND"]
+    missing.append("c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t")
+    old = tmp_path / "old" / "pynvml.py"
+    old.parent.mkdir()
+    old.write_text(OLD_MODULE.format(real=pynvml.__file__, missing=missing))
+    folder = RecordFolder(tmp_path / "restore")
+    record = folder.write(Record(UUID, None))
+    gpu = NvmlGpu(UUID)
+    gpu.set_clock_mhz(gpu.supported_clocks_mhz[-1])
+    gpu.close()
+    record.release()
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "perseus.cli", *arguments]
+        flags = ["--coordinator", "127.0.0.1:1", "--restore-folder", str(tmp_path / "restore")]
+        env = {
+            **os.environ,
+            **environment(stub_library, stub),
+            "PYTHONPATH": str(old.parent),
+            "COLUMNS": "999",
+        }
+        return subprocess.run([*command, *flags], env=env, capture_output=True, text=True, check=False)
+
+    done = run("agent", "--restore")
+    assert (done.returncode, done.stderr.strip()) == (0, f"GPU {UUID}: restored")
+    assert Locks.read(stub / "0") == NO_LOCKS
+    done = run("agent", "--self-test")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert f"{old}) has no nvmlDeviceGetCurrentClocksEventReasons: install nvidia-ml-py>=" in done.stderr
+    (old.parent / "pynvml.py").write_text("print 'a wrapper for Python 2'")
+    done = run("agent", "--self-test")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "the Python module pynvml can't be loaded (SyntaxError" in done.stderr

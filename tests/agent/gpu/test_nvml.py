@@ -266,9 +266,9 @@ def test_errors_are_mapped_and_name_the_gpu_and_the_call(
 
 @pytest.mark.parametrize("method", ["sm_clock_mhz", "power_w", "average_power_w"])
 def test_a_value_that_no_running_gpu_has_is_an_error(method: str) -> None:
-    zeros = {"nvmlDeviceGetFieldValues": power_field(pynvml.NVML_SUCCESS)}
-    zeros |= dict.fromkeys(("nvmlDeviceGetClockInfo", "nvmlDeviceGetPowerUsage"), 0)
-    gpu = NvmlGpu("GPU-a", nvml=FakeNvml(**zeros))
+    zero_w = power_field(pynvml.NVML_SUCCESS)
+    nvml = FakeNvml(nvmlDeviceGetFieldValues=zero_w, nvmlDeviceGetPowerUsage=0, nvmlDeviceGetClockInfo=0)
+    gpu = NvmlGpu("GPU-a", nvml=nvml)
     with pytest.raises(GpuUnsupportedError, match=r"GPU GPU-a: nvml.*: expected a value, found 0"):
         getattr(gpu, method)()
 

@@ -42,6 +42,8 @@ def _gpus(settings: AgentSettings) -> Check:
         listed = asyncio.run(GpuExecutor().run(ALL_GPUS, backend(settings).listed))
     except GpuError as error:
         advice = "install NVIDIA's driver, and check that nvidia-smi lists the GPUs"
+        if module_problem():
+            advice = "do so in the agent's Python environment"
         return Check(subject, Verdict.BAD, str(error), advice)
     except OSError as error:
         return Check(

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pynvml
 import pytest
@@ -217,6 +217,14 @@ def test_what_is_not_found_on_a_gpu_is_not_the_gpu(answer: Answer) -> None:
     with pytest.raises(GpuError) as caught:
         NvmlBackend().open(UUID)
     assert "expected one of this node's" not in str(caught.value), "it is one of them"
+
+
+def test_a_foreign_module_is_named(settings: AgentSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", ModuleType("pynvml"))
+    check = gpus_check(settings)
+    assert (check.verdict, check.advice) == (Verdict.BAD, "do so in the agent's Python environment")
+    assert "has no NVMLError: install nvidia-ml-py>=" in check.found
+    assert start_log() == [("no GPU can be served", check.found)]
 
 
 def test_a_frozen_counter_is_not_usable(

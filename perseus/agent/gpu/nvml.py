@@ -65,7 +65,7 @@ def _module() -> ModuleType:
 
 def module_description() -> str:
     """Name the module pynvml with its distribution, version and file. Raises `GpuDriverError` without one."""
-    file = Path(str(_module().__file__))
+    file = Path(getattr(_module(), "__file__", None) or "no file")  # as for a mere folder of that name
     origin = "of an unknown distribution"
     for name in ("nvidia-ml-py", "pynvml"):
         with contextlib.suppress(metadata.PackageNotFoundError):

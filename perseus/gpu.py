@@ -81,11 +81,14 @@ class EmulatedGpuError(GpuError):
 class ClockEventReason:
     """Bits of `Gpu.clock_event_reasons` (NVML's nvmlClocksEventReasons)."""
 
+    GPU_IDLE = 0x1
     SW_POWER_CAP = 0x4
     HW_SLOWDOWN = 0x8
+    SYNC_BOOST = 0x10
     SW_THERMAL_SLOWDOWN = 0x20
     HW_THERMAL_SLOWDOWN = 0x40
     HW_POWER_BRAKE_SLOWDOWN = 0x80
+    DISPLAY_CLOCK_SETTING = 0x100
 
     THROTTLED = (
         SW_POWER_CAP | HW_SLOWDOWN | SW_THERMAL_SLOWDOWN | HW_THERMAL_SLOWDOWN | HW_POWER_BRAKE_SLOWDOWN

@@ -424,8 +424,14 @@ def _limits(rank: rank_pb2.Rank) -> str:
         ),
         *([f"held by {', '.join(reasons)}"] if reasons else []),
         *([f"reaches {rank.capped_clock_mhz} MHz"] if rank.capped_clock_mhz else []),
+        *([_foreign(rank.foreign_clock)] if rank.HasField("foreign_clock") else []),
     ]
     return "; ".join(parts)
+
+
+def _foreign(clock: rank_pb2.ForeignClock) -> str:
+    wanted = f"{clock.wanted_clock_mhz} MHz" if clock.wanted_clock_mhz else "stock"
+    return f"held at {clock.clock_mhz} MHz by another client, wanted {wanted}"
 
 
 def _on_clock(clocks: "ClockStatistics") -> str:

@@ -15,13 +15,17 @@ from perseus.agent.gpu.nvml import module_problem
 from perseus.agent.link.packets import MalformedPacket
 from perseus.agent.restore.records import RecordFolder
 from perseus.agent.sidecar.backends import backend
-from perseus.agent.sidecar.health_client import UNMARKED, ask_health
+from perseus.agent.sidecar.health_client import FOREIGN_CLOCK, UNMARKED, ask_health
 from perseus.agent.sidecar.self_test import all_gpu_findings, gpu_findings, may_set_clocks
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.doctor.checks import Check, Verdict
 
 _TIMEOUT_S = 5.0
 _START = "start it: systemctl start perseus-agent, or perseus agent; its log has the reason of its end"
+_FOREIGN_CLOCK_ADVICE = (
+    "find who sets it (nvidia-smi -lgc, DCGM, a script) and end that, then nvidia-smi -rgc -i GPU; "
+    "if these are the node's own clocks, set the agent's restore_clocks"
+)
 
 
 def node_checks(settings: AgentSettings) -> Iterator[Check]:
@@ -142,4 +146,6 @@ def _agent(path: Path) -> Check:
     if answer.reason == UNMARKED:
         advice = "change those trainers accordingly; until then their GPUs stay at stock"
         return Check(subject, Verdict.WARNING, answer.message, advice)
+    if answer.reason == FOREIGN_CLOCK:
+        return Check(subject, Verdict.WARNING, answer.message, _FOREIGN_CLOCK_ADVICE)
     return Check(subject, Verdict.GOOD, answer.message)

@@ -288,13 +288,18 @@ JOB_QUARANTINES = JOB.counter(
 )
 
 
-RANK = Section("Each rank", "Only with `--metrics-ranks`: four series for each rank.")
+RANK = Section("Each rank", "Only with `--metrics-ranks`: five series for each rank.")
 
 _RANK_LABELS = ("job_id", "pipeline", "stage", "tensor")
 RANK_CONNECTED = RANK.gauge("rank_connected", "1 while an agent serves the rank.", *_RANK_LABELS)
 RANK_ITERATION = RANK.gauge("rank_iteration", "The highest iteration that the rank reported.", *_RANK_LABELS)
 RANK_ON_CLOCK = RANK.gauge(
     "rank_on_clock_ratio", "Share of computing time at the planned clock under the plan.", *_RANK_LABELS
+)
+RANK_CLOCK_FOREIGN = RANK.gauge(
+    "rank_clock_foreign_hertz",
+    "SM clock at which another client of the driver holds the rank's GPU; 0 if none does.",
+    *_RANK_LABELS,
 )
 RANK_SET_LATENCY = RANK.gauge(
     "rank_set_latency_seconds", "Median time from setting a clock until it is in force.", *_RANK_LABELS
@@ -344,6 +349,11 @@ GPU_CLOCK_SET = AGENT.gauge(
     "gpu_uuid",
 )
 GPU_CLOCK_IN_FORCE = AGENT.gauge("gpu_clock_in_force_hertz", "SM clock as read from the driver.", "gpu_uuid")
+GPU_CLOCK_FOREIGN = AGENT.gauge(
+    "gpu_clock_foreign_hertz",
+    "SM clock at which another client of the driver holds the GPU; 0 if none does.",
+    "gpu_uuid",
+)
 GPU_POWER = AGENT.gauge("gpu_power_watts", "Power as read from the driver.", "gpu_uuid")
 GPU_ENERGY = AGENT.counter(
     "gpu_energy_joules", "The GPU's energy counter, since its driver was loaded.", "gpu_uuid"

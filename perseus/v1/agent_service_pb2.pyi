@@ -1226,6 +1226,7 @@ class TelemetryBatch(google.protobuf.message.Message):
     DROPPED_BATCH_COUNT_FIELD_NUMBER: builtins.int
     CLOCKS_FIELD_NUMBER: builtins.int
     GPU_LIMITS_FIELD_NUMBER: builtins.int
+    FOREIGN_CLOCK_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """Required. Number within the agent instance, from 1, without gaps but for dropped batches. They are sent in order; a
     batch not above the acknowledged sequence is only acknowledged again.
@@ -1260,6 +1261,12 @@ class TelemetryBatch(google.protobuf.message.Message):
         those of the rank's RankJoined or previous batch, the job's earlier measurements are discarded and repeated.
         """
 
+    @property
+    def foreign_clock(self) -> perseus.v1.rank_pb2.ForeignClock:
+        """The clock at which another client of the driver holds the rank's GPU; absent if none does. It counts in batches with
+        iterations.
+        """
+
     def __init__(
         self,
         *,
@@ -1272,9 +1279,10 @@ class TelemetryBatch(google.protobuf.message.Message):
         dropped_batch_count: builtins.int = ...,
         clocks: perseus.v1.clock_statistics_pb2.ClockStatistics | None = ...,
         gpu_limits: Global___GpuLimits | None = ...,
+        foreign_clock: perseus.v1.rank_pb2.ForeignClock | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["clocks", b"clocks", "computations", b"computations", "energy", b"energy", "gpu_limits", b"gpu_limits", "iterations", b"iterations", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["clocks", b"clocks", "computations", b"computations", "dropped_batch_count", b"dropped_batch_count", "energy", b"energy", "gpu_limits", b"gpu_limits", "iterations", b"iterations", "job_id", b"job_id", "rank", b"rank", "sequence", b"sequence"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["clocks", b"clocks", "computations", b"computations", "energy", b"energy", "foreign_clock", b"foreign_clock", "gpu_limits", b"gpu_limits", "iterations", b"iterations", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["clocks", b"clocks", "computations", b"computations", "dropped_batch_count", b"dropped_batch_count", "energy", b"energy", "foreign_clock", b"foreign_clock", "gpu_limits", b"gpu_limits", "iterations", b"iterations", "job_id", b"job_id", "rank", b"rank", "sequence", b"sequence"]) -> None: ...
 
 Global___TelemetryBatch: typing_extensions.TypeAlias = TelemetryBatch
 

@@ -107,6 +107,8 @@ class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """The job's signal makes it slower or faster, or is no longer known, or is known again; or the work can't be finished
     in time, or is finished.
     """
+    JOB_EVENT_TYPE_FOREIGN_CLOCK: _JobEventType.ValueType  # 33
+    """Another client of the driver holds a GPU's clock. Published when that begins, and when it ends."""
 
 class JobEventType(_JobEventType, metaclass=_JobEventTypeEnumTypeWrapper):
     """The type of an event."""
@@ -189,6 +191,8 @@ JOB_EVENT_TYPE_SIGNAL_TARGET_SET: JobEventType.ValueType  # 32
 """The job's signal makes it slower or faster, or is no longer known, or is known again; or the work can't be finished
 in time, or is finished.
 """
+JOB_EVENT_TYPE_FOREIGN_CLOCK: JobEventType.ValueType  # 33
+"""Another client of the driver holds a GPU's clock. Published when that begins, and when it ends."""
 Global___JobEventType: typing_extensions.TypeAlias = JobEventType
 
 class _ClockGivenUpReason:
@@ -397,6 +401,7 @@ class JobEvent(google.protobuf.message.Message):
     MEASUREMENTS_UNEXPLAINED_FIELD_NUMBER: builtins.int
     BUDGET_TARGET_SET_FIELD_NUMBER: builtins.int
     SIGNAL_TARGET_SET_FIELD_NUMBER: builtins.int
+    FOREIGN_CLOCK_CHANGED_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """Number of the event within its run, from 1."""
     type: Global___JobEventType.ValueType
@@ -519,6 +524,10 @@ class JobEvent(google.protobuf.message.Message):
     def signal_target_set(self) -> Global___SignalTargetSet:
         """Of SIGNAL_TARGET_SET."""
 
+    @property
+    def foreign_clock_changed(self) -> Global___ForeignClockChanged:
+        """Of FOREIGN_CLOCK."""
+
     def __init__(
         self,
         *,
@@ -554,10 +563,11 @@ class JobEvent(google.protobuf.message.Message):
         measurements_unexplained: Global___MeasurementsUnexplained | None = ...,
         budget_target_set: Global___BudgetTargetSet | None = ...,
         signal_target_set: Global___SignalTargetSet | None = ...,
+        foreign_clock_changed: Global___ForeignClockChanged | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "budget_target_set", b"budget_target_set", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "measurements_unexplained", b"measurements_unexplained", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "prediction_violated", b"prediction_violated", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "signal_target_set", b"signal_target_set", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "budget_target_set", b"budget_target_set", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "measurements_unexplained", b"measurements_unexplained", "message", b"message", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "prediction_violated", b"prediction_violated", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "sequence", b"sequence", "signal_target_set", b"signal_target_set", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported", "type", b"type"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["details", b"details"]) -> typing.Literal["registered", "state_changed", "rank_changed", "clock_profiled", "clock_given_up", "profile_adopted", "profiling_ended", "solved", "solve_failed", "pipeline_clocks", "plan_refused", "straggler_reported", "straggler_cleared", "straggler_finding", "policy_set", "gpu_error", "prediction_violated", "profile_corrected", "baseline_requested", "stall", "quarantined", "solve_retried", "events_dropped", "clock_capped", "gpu_limits_changed", "measurements_unexplained", "budget_target_set", "signal_target_set"] | None: ...
+    def HasField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "budget_target_set", b"budget_target_set", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "foreign_clock_changed", b"foreign_clock_changed", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "measurements_unexplained", b"measurements_unexplained", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "prediction_violated", b"prediction_violated", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "signal_target_set", b"signal_target_set", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "budget_target_set", b"budget_target_set", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "foreign_clock_changed", b"foreign_clock_changed", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "measurements_unexplained", b"measurements_unexplained", "message", b"message", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "prediction_violated", b"prediction_violated", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "sequence", b"sequence", "signal_target_set", b"signal_target_set", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported", "type", b"type"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["details", b"details"]) -> typing.Literal["registered", "state_changed", "rank_changed", "clock_profiled", "clock_given_up", "profile_adopted", "profiling_ended", "solved", "solve_failed", "pipeline_clocks", "plan_refused", "straggler_reported", "straggler_cleared", "straggler_finding", "policy_set", "gpu_error", "prediction_violated", "profile_corrected", "baseline_requested", "stall", "quarantined", "solve_retried", "events_dropped", "clock_capped", "gpu_limits_changed", "measurements_unexplained", "budget_target_set", "signal_target_set", "foreign_clock_changed"] | None: ...
 
 Global___JobEvent: typing_extensions.TypeAlias = JobEvent
 
@@ -1513,6 +1523,37 @@ class GpuLimitsChanged(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["before_power_limit_w", b"before_power_limit_w", "before_workload_power_profiles", b"before_workload_power_profiles", "power_limit_w", b"power_limit_w", "rank", b"rank", "workload_power_profiles", b"workload_power_profiles"]) -> None: ...
 
 Global___GpuLimitsChanged: typing_extensions.TypeAlias = GpuLimitsChanged
+
+@typing.final
+class ForeignClockChanged(google.protobuf.message.Message):
+    """Another client of the driver holds the clock of a rank's GPU, or no longer does."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    GPU_UUID_FIELD_NUMBER: builtins.int
+    FOREIGN_CLOCK_FIELD_NUMBER: builtins.int
+    gpu_uuid: builtins.str
+    """UUID of its GPU."""
+    @property
+    def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
+        """The rank."""
+
+    @property
+    def foreign_clock(self) -> perseus.v1.rank_pb2.ForeignClock:
+        """The clock; absent if no other client holds it any more."""
+
+    def __init__(
+        self,
+        *,
+        rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
+        gpu_uuid: builtins.str = ...,
+        foreign_clock: perseus.v1.rank_pb2.ForeignClock | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["foreign_clock", b"foreign_clock", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["foreign_clock", b"foreign_clock", "gpu_uuid", b"gpu_uuid", "rank", b"rank"]) -> None: ...
+
+Global___ForeignClockChanged: typing_extensions.TypeAlias = ForeignClockChanged
 
 @typing.final
 class MeasurementsUnexplained(google.protobuf.message.Message):

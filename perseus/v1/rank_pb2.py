@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from perseus.v1 import clock_statistics_pb2 as perseus_dot_v1_dot_clock__statistics__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15perseus/v1/rank.proto\x12\nperseus.v1\x1a!perseus/v1/clock_statistics.proto\"B\n\x0fRankCoordinates\x12\x10\n\x08pipeline\x18\x01 \x01(\x05\x12\r\n\x05stage\x18\x02 \x01(\x05\x12\x0e\n\x06tensor\x18\x03 \x01(\x05\"\xf7\x02\n\x04Rank\x12\x30\n\x0b\x63oordinates\x18\x01 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.perseus.v1.RankState\x12\x10\n\x08hostname\x18\x03 \x01(\t\x12\x10\n\x08gpu_uuid\x18\x04 \x01(\t\x12\x11\n\tgpu_model\x18\x05 \x01(\t\x12\x17\n\x0foffered_version\x18\x06 \x01(\x03\x12\x18\n\x10in_force_version\x18\x07 \x01(\x03\x12\x11\n\titeration\x18\x08 \x01(\x03\x12+\n\x06\x63locks\x18\t \x01(\x0b\x32\x1b.perseus.v1.ClockStatistics\x12\x15\n\rpower_limit_w\x18\n \x01(\x01\x12\x1f\n\x17workload_power_profiles\x18\x0b \x03(\x05\x12\x1b\n\x13\x63lock_event_reasons\x18\x0c \x01(\x05\x12\x18\n\x10\x63\x61pped_clock_mhz\x18\r \x01(\x05*\xa5\x01\n\tRankState\x12\x1a\n\x16RANK_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13RANK_STATE_EXPECTED\x10\x01\x12\x18\n\x14RANK_STATE_CONNECTED\x10\x02\x12\x1b\n\x17RANK_STATE_DISCONNECTED\x10\x03\x12\x13\n\x0fRANK_STATE_LOST\x10\x04\x12\x17\n\x13RANK_STATE_FINISHED\x10\x05*\x95\x01\n\x0eRankLeftReason\x12 \n\x1cRANK_LEFT_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19RANK_LEFT_REASON_FINISHED\x10\x01\x12!\n\x1dRANK_LEFT_REASON_TRAINER_GONE\x10\x02\x12\x1f\n\x1bRANK_LEFT_REASON_GPU_FAILED\x10\x03*\x99\x02\n\x0eGpuErrorReason\x12 \n\x1cGPU_ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1aGPU_ERROR_REASON_NOT_FOUND\x10\x01\x12\"\n\x1eGPU_ERROR_REASON_DRIVER_FAILED\x10\x02\x12\"\n\x1eGPU_ERROR_REASON_NO_PERMISSION\x10\x03\x12\x19\n\x15GPU_ERROR_REASON_LOST\x10\x04\x12\"\n\x1eGPU_ERROR_REASON_NOT_SUPPORTED\x10\x05\x12\x1b\n\x17GPU_ERROR_REASON_IN_USE\x10\x06\x12!\n\x1dGPU_ERROR_REASON_NOT_RECORDED\x10\x07*\xa2\x02\n\x11PlanRefusalReason\x12#\n\x1fPLAN_REFUSAL_REASON_UNSPECIFIED\x10\x00\x12\"\n\x1ePLAN_REFUSAL_REASON_PAST_START\x10\x01\x12+\n\'PLAN_REFUSAL_REASON_CLOCK_NOT_SUPPORTED\x10\x02\x12%\n!PLAN_REFUSAL_REASON_NOT_PERMITTED\x10\x03\x12&\n\"PLAN_REFUSAL_REASON_ORDER_MISMATCH\x10\x04\x12$\n PLAN_REFUSAL_REASON_UNKNOWN_RANK\x10\x05\x12\"\n\x1ePLAN_REFUSAL_REASON_GPU_FAILED\x10\x06\x42\x31\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15perseus/v1/rank.proto\x12\nperseus.v1\x1a!perseus/v1/clock_statistics.proto\"B\n\x0fRankCoordinates\x12\x10\n\x08pipeline\x18\x01 \x01(\x05\x12\r\n\x05stage\x18\x02 \x01(\x05\x12\x0e\n\x06tensor\x18\x03 \x01(\x05\"\xa8\x03\n\x04Rank\x12\x30\n\x0b\x63oordinates\x18\x01 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.perseus.v1.RankState\x12\x10\n\x08hostname\x18\x03 \x01(\t\x12\x10\n\x08gpu_uuid\x18\x04 \x01(\t\x12\x11\n\tgpu_model\x18\x05 \x01(\t\x12\x17\n\x0foffered_version\x18\x06 \x01(\x03\x12\x18\n\x10in_force_version\x18\x07 \x01(\x03\x12\x11\n\titeration\x18\x08 \x01(\x03\x12+\n\x06\x63locks\x18\t \x01(\x0b\x32\x1b.perseus.v1.ClockStatistics\x12\x15\n\rpower_limit_w\x18\n \x01(\x01\x12\x1f\n\x17workload_power_profiles\x18\x0b \x03(\x05\x12\x1b\n\x13\x63lock_event_reasons\x18\x0c \x01(\x05\x12\x18\n\x10\x63\x61pped_clock_mhz\x18\r \x01(\x05\x12/\n\rforeign_clock\x18\x0e \x01(\x0b\x32\x18.perseus.v1.ForeignClock\";\n\x0c\x46oreignClock\x12\x11\n\tclock_mhz\x18\x01 \x01(\x05\x12\x18\n\x10wanted_clock_mhz\x18\x02 \x01(\x05*\xa5\x01\n\tRankState\x12\x1a\n\x16RANK_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13RANK_STATE_EXPECTED\x10\x01\x12\x18\n\x14RANK_STATE_CONNECTED\x10\x02\x12\x1b\n\x17RANK_STATE_DISCONNECTED\x10\x03\x12\x13\n\x0fRANK_STATE_LOST\x10\x04\x12\x17\n\x13RANK_STATE_FINISHED\x10\x05*\x95\x01\n\x0eRankLeftReason\x12 \n\x1cRANK_LEFT_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19RANK_LEFT_REASON_FINISHED\x10\x01\x12!\n\x1dRANK_LEFT_REASON_TRAINER_GONE\x10\x02\x12\x1f\n\x1bRANK_LEFT_REASON_GPU_FAILED\x10\x03*\x99\x02\n\x0eGpuErrorReason\x12 \n\x1cGPU_ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1aGPU_ERROR_REASON_NOT_FOUND\x10\x01\x12\"\n\x1eGPU_ERROR_REASON_DRIVER_FAILED\x10\x02\x12\"\n\x1eGPU_ERROR_REASON_NO_PERMISSION\x10\x03\x12\x19\n\x15GPU_ERROR_REASON_LOST\x10\x04\x12\"\n\x1eGPU_ERROR_REASON_NOT_SUPPORTED\x10\x05\x12\x1b\n\x17GPU_ERROR_REASON_IN_USE\x10\x06\x12!\n\x1dGPU_ERROR_REASON_NOT_RECORDED\x10\x07*\xa2\x02\n\x11PlanRefusalReason\x12#\n\x1fPLAN_REFUSAL_REASON_UNSPECIFIED\x10\x00\x12\"\n\x1ePLAN_REFUSAL_REASON_PAST_START\x10\x01\x12+\n\'PLAN_REFUSAL_REASON_CLOCK_NOT_SUPPORTED\x10\x02\x12%\n!PLAN_REFUSAL_REASON_NOT_PERMITTED\x10\x03\x12&\n\"PLAN_REFUSAL_REASON_ORDER_MISMATCH\x10\x04\x12$\n PLAN_REFUSAL_REASON_UNKNOWN_RANK\x10\x05\x12\"\n\x1ePLAN_REFUSAL_REASON_GPU_FAILED\x10\x06\x42\x31\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,16 +33,18 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'perseus.v1.rank_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\nperseus.v1P\001Z\024perseus/v1;perseusv1\252\002\nPerseus.V1'
-  _globals['_RANKSTATE']._serialized_start=519
-  _globals['_RANKSTATE']._serialized_end=684
-  _globals['_RANKLEFTREASON']._serialized_start=687
-  _globals['_RANKLEFTREASON']._serialized_end=836
-  _globals['_GPUERRORREASON']._serialized_start=839
-  _globals['_GPUERRORREASON']._serialized_end=1120
-  _globals['_PLANREFUSALREASON']._serialized_start=1123
-  _globals['_PLANREFUSALREASON']._serialized_end=1413
+  _globals['_RANKSTATE']._serialized_start=629
+  _globals['_RANKSTATE']._serialized_end=794
+  _globals['_RANKLEFTREASON']._serialized_start=797
+  _globals['_RANKLEFTREASON']._serialized_end=946
+  _globals['_GPUERRORREASON']._serialized_start=949
+  _globals['_GPUERRORREASON']._serialized_end=1230
+  _globals['_PLANREFUSALREASON']._serialized_start=1233
+  _globals['_PLANREFUSALREASON']._serialized_end=1523
   _globals['_RANKCOORDINATES']._serialized_start=72
   _globals['_RANKCOORDINATES']._serialized_end=138
   _globals['_RANK']._serialized_start=141
-  _globals['_RANK']._serialized_end=516
+  _globals['_RANK']._serialized_end=565
+  _globals['_FOREIGNCLOCK']._serialized_start=567
+  _globals['_FOREIGNCLOCK']._serialized_end=626
 # @@protoc_insertion_point(module_scope)

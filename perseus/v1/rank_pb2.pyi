@@ -213,6 +213,7 @@ class Rank(google.protobuf.message.Message):
     WORKLOAD_POWER_PROFILES_FIELD_NUMBER: builtins.int
     CLOCK_EVENT_REASONS_FIELD_NUMBER: builtins.int
     CAPPED_CLOCK_MHZ_FIELD_NUMBER: builtins.int
+    FOREIGN_CLOCK_FIELD_NUMBER: builtins.int
     state: Global___RankState.ValueType
     """Whether it is served."""
     hostname: builtins.str
@@ -247,6 +248,10 @@ class Rank(google.protobuf.message.Message):
     def workload_power_profiles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """NVIDIA's workload power profiles in force on its GPU, by NVML's numbers, rising."""
 
+    @property
+    def foreign_clock(self) -> Global___ForeignClock:
+        """The clock at which another client of the driver holds its GPU, as last reported by its agent; absent if none does."""
+
     def __init__(
         self,
         *,
@@ -263,8 +268,33 @@ class Rank(google.protobuf.message.Message):
         workload_power_profiles: collections.abc.Iterable[builtins.int] | None = ...,
         clock_event_reasons: builtins.int = ...,
         capped_clock_mhz: builtins.int = ...,
+        foreign_clock: Global___ForeignClock | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["clocks", b"clocks", "coordinates", b"coordinates"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["capped_clock_mhz", b"capped_clock_mhz", "clock_event_reasons", b"clock_event_reasons", "clocks", b"clocks", "coordinates", b"coordinates", "gpu_model", b"gpu_model", "gpu_uuid", b"gpu_uuid", "hostname", b"hostname", "in_force_version", b"in_force_version", "iteration", b"iteration", "offered_version", b"offered_version", "power_limit_w", b"power_limit_w", "state", b"state", "workload_power_profiles", b"workload_power_profiles"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["clocks", b"clocks", "coordinates", b"coordinates", "foreign_clock", b"foreign_clock"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["capped_clock_mhz", b"capped_clock_mhz", "clock_event_reasons", b"clock_event_reasons", "clocks", b"clocks", "coordinates", b"coordinates", "foreign_clock", b"foreign_clock", "gpu_model", b"gpu_model", "gpu_uuid", b"gpu_uuid", "hostname", b"hostname", "in_force_version", b"in_force_version", "iteration", b"iteration", "offered_version", b"offered_version", "power_limit_w", b"power_limit_w", "state", b"state", "workload_power_profiles", b"workload_power_profiles"]) -> None: ...
 
 Global___Rank: typing_extensions.TypeAlias = Rank
+
+@typing.final
+class ForeignClock(google.protobuf.message.Message):
+    """A clock that another client of the driver (nvidia-smi, DCGM) has locked or reset. Agents judge it by SM clocks read for
+    some seconds while the GPU computes, that no clock event reason explains.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CLOCK_MHZ_FIELD_NUMBER: builtins.int
+    WANTED_CLOCK_MHZ_FIELD_NUMBER: builtins.int
+    clock_mhz: builtins.int
+    """Required. The SM clock read, MHz."""
+    wanted_clock_mhz: builtins.int
+    """The clock that the agent has set, MHz; 0 for stock."""
+    def __init__(
+        self,
+        *,
+        clock_mhz: builtins.int = ...,
+        wanted_clock_mhz: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock_mhz", b"clock_mhz", "wanted_clock_mhz", b"wanted_clock_mhz"]) -> None: ...
+
+Global___ForeignClock: typing_extensions.TypeAlias = ForeignClock

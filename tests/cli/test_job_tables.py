@@ -182,10 +182,12 @@ def test_the_limits_of_a_gpu_are_shown_with_its_rank() -> None:
         workload_power_profiles=[0, 7],
         clock_event_reasons=0x44,
         capped_clock_mhz=1200,
+        foreign_clock=rank_pb2.ForeignClock(clock_mhz=705),
     )
     (shown,) = [line for line in lines(rank_table([rank])) if "300 W" in line]
     assert (
-        "300 W; workload power profiles 0, 7; held by power cap, heat (hardware); reaches 1200 MHz" in shown
+        "300 W; workload power profiles 0, 7; held by power cap, heat (hardware); reaches 1200 MHz; "
+        "held at 705 MHz by another client, wanted stock" in shown
     )
 
 

@@ -75,6 +75,7 @@ from perseus.service.domain.telemetry import (
     ComputationColumns,
     EnergyEstimate,
     EnergySample,
+    ForeignClock,
     GpuLimits,
     IterationColumns,
     TelemetryBatch,
@@ -254,6 +255,7 @@ class FakeRank:
     missing_mhz: frozenset[int] = frozenset()
     set_latency_s: float = 0.0
     limits: GpuLimits | None = None
+    foreign_clock: ForeignClock | None = None
     reasons: int = 0
     capped_mhz: int = 0
     max_clock: MaxClock | None = None
@@ -384,6 +386,7 @@ class FakeRank:
             if self.set_latency_s
             else None,
             gpu_limits=self.limits,
+            foreign_clock=self.foreign_clock,
         )
         return TelemetryArrived(self.place, self.instance_id, telemetry)
 

@@ -27,6 +27,11 @@ class ScheduleClock:
 
 
 @dataclass(frozen=True, slots=True)
+class RepeatSet:
+    """Lock the clock that was set last once more: another client has changed it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ClockSet:
     """A completed set (MHz, None for stock); in force since `time_s`.
 

@@ -14,7 +14,8 @@ class CounterChange:
     """The counter moved to `energy_j` at `time_s` (CLOCK_MONOTONIC) ± `uncertainty_s`, half a poll interval.
 
     `clock_event_reasons`: all reasons seen since the previous change; `capped_clock_mhz`: the highest clock
-    seen under a throttling reason, 0 without one.
+    seen under a throttling reason, 0 without one. `sm_clock_mhz`: the clock after the change, read by
+    `read_at_s`; 0 if it was not read, or the GPU was idle.
     """
 
     time_s: float
@@ -22,6 +23,8 @@ class CounterChange:
     uncertainty_s: float
     clock_event_reasons: int = 0
     capped_clock_mhz: int = 0
+    sm_clock_mhz: int = 0
+    read_at_s: float = 0.0
 
 
 class ChangeDetector:

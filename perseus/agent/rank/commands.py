@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from perseus.agent.clocks.sets import ResetClock, ScheduleClock, SetClock
+from perseus.agent.clocks.sets import RepeatSet, ResetClock, ScheduleClock, SetClock
 from perseus.agent.rank.messages import FromSession
 from perseus.agent.rank.sampling import EstimateRequest
 
@@ -30,4 +30,4 @@ class AllowPacking:
     is_allowed: bool
 
 
-Command = SetClock | ResetClock | ScheduleClock | EstimateEnergy | Send | AllowPacking
+Command = SetClock | ResetClock | ScheduleClock | RepeatSet | EstimateEnergy | Send | AllowPacking

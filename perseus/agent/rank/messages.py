@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from perseus.agent.clocks.foreign import ForeignClock
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import Saving
 from perseus.v1 import agent_service_pb2 as wire
@@ -40,12 +41,13 @@ class GpuLimits:
 
 @dataclass(frozen=True, slots=True)
 class GpuDescription:
-    """The coordinator's view of a GPU; clocks highest first."""
+    """The coordinator's view of a GPU; clocks highest first. `stock_mhz`: that of stock, if lower."""
 
     uuid: str
     model: str
     supported_clocks_mhz: tuple[int, ...]
     limits: GpuLimits = GpuLimits()
+    stock_mhz: int | None = None
 
 
 class RankLeftReason(IntEnum):
@@ -240,7 +242,10 @@ class MessageRefused:
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """Measurements of one rank. `clocks` is None if none may be set; `gpu_limits` as read last."""
+    """Measurements of one rank. `clocks` is None if none may be set; `gpu_limits` as read last.
+
+    `foreign_clock`: at which another client holds the GPU; None if none does.
+    """
 
     rank: Rank
     iterations: tuple[IterationRow, ...]
@@ -248,6 +253,7 @@ class Telemetry:
     energy: EnergyEstimate | None
     clocks: ClockStatistics | None
     gpu_limits: GpuLimits | None = None
+    foreign_clock: ForeignClock | None = None
 
 
 FromSession = wire.RankJoined | wire.RankLeft | wire.PlanAnswer | wire.PlanInForce | Telemetry

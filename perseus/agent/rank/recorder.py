@@ -4,10 +4,12 @@ A finished iteration is measured once the counter has moved past its end (or aft
 clocks in force known, too, because the worker's completions may arrive after the marks that they precede.
 """
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from perseus.agent.clocks.foreign import ForeignClockJudge
 from perseus.agent.clocks.keeper import Clocks
 from perseus.agent.clocks.sets import ClockSet
 from perseus.agent.energy.counter import CounterChange
@@ -32,6 +34,7 @@ MAX_WAITS = 4096
 
 # A longer gap means that the trainer was stopped.
 _MAX_GAP_S = 3600.0
+_SETTLED_S = 0.05  # from a set until the clock is surely the one set
 _CHANGES_KEPT = 256  # counter changes: 25 s at 100 ms, which limits the regression to some 10 ms
 
 
@@ -127,9 +130,14 @@ class Report:
 
 
 class Recorder:
-    """One rank's iterations, clocks and energy counter."""
+    """One rank's iterations, clocks and energy counter.
 
-    def __init__(self, highest_clock_mhz: int) -> None:
+    Attributes:
+        foreign: judges whether another client of the driver holds the GPU's clock.
+    """
+
+    def __init__(self, highest_clock_mhz: int, stock_mhz: int | None = None) -> None:
+        self.foreign = ForeignClockJudge(stock_mhz or highest_clock_mhz)
         self._highest_clock_mhz = highest_clock_mhz
         self._ended: tuple[int, float] | None = None
         self._measured_end: tuple[float, float | None] | None = None
@@ -312,8 +320,11 @@ class Recorder:
         assert run.end_s is not None  # checked by the caller
         # (clock, start time): first the one at its begin, then those that came into force while it ran.
         clocks = [(mhz, since_s) for mhz, since_s, _ in self._clocks_between(run.begin_s, run.end_s)]
-        if plan is not None and run.computation.kind != Kind.FIXED:
-            plan.counters.add(plan.clocks_mhz[run.position], clocks, run.end_s)
+        if run.computation.kind != Kind.FIXED:
+            foreign_mhz = self._foreign_mhz(run.begin_s, run.end_s)
+            if plan is not None:
+                counted = clocks if foreign_mhz is None else [(foreign_mhz, run.begin_s)]
+                plan.counters.add(plan.clocks_mhz[run.position], counted, run.end_s)
         return FinishedComputation(
             run.computation,
             run.begin_s,
@@ -321,6 +332,32 @@ class Recorder:
             clocks[0][0],
             is_pure=len(clocks) == 1,
             waits_s=tuple((since_s, until_s) for since_s, until_s in run.waits_s if until_s is not None),
+        )
+
+    def _foreign_mhz(self, begin_s: float, end_s: float) -> int | None:
+        """Compare the clocks read during a computation with those set; return one that another client set.
+
+        A reading around a set proves nothing. Without any, the verdict on the GPU counts.
+        """
+        foreign_mhz, has_reading = None, False
+        for index in range(bisect_left(self._changes, begin_s, key=_counted_at_s), len(self._changes)):
+            change = self._changes[index]
+            if change.time_s > end_s:
+                break
+            if not change.sm_clock_mhz or change.read_at_s > end_s or self._is_near_set(change):
+                continue
+            has_reading = True
+            ((set_mhz, _, _),) = self._clocks_between(change.time_s, change.time_s)
+            if self.foreign.read(change.time_s, change.sm_clock_mhz, set_mhz, change.clock_event_reasons):
+                foreign_mhz = change.sm_clock_mhz
+        if not has_reading and self.foreign.verdict is not None:
+            return self.foreign.verdict.clock_mhz
+        return foreign_mhz
+
+    def _is_near_set(self, change: CounterChange) -> bool:
+        return any(
+            done.begun_at_s <= change.read_at_s and change.time_s <= done.time_s + _SETTLED_S
+            for done in self._clock_sets
         )
 
     def _forget(self, needed_s: float) -> None:
@@ -338,3 +375,7 @@ class Recorder:
         assert len(self._changes) <= _CHANGES_KEPT
         ends_s = [iteration.end_s for iteration in self._finished]
         assert ends_s == sorted(ends_s)
+
+
+def _counted_at_s(change: CounterChange) -> float:
+    return change.time_s

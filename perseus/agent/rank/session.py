@@ -43,7 +43,8 @@ milliseconds to compute, so the session requests it (`EstimateEnergy`), and it r
 from dataclasses import replace
 from typing import assert_never
 
-from perseus.agent.clocks.sets import ClockSet, ResetClock
+from perseus.agent.clocks.foreign import ForeignClock
+from perseus.agent.clocks.sets import ClockSet, RepeatSet, ResetClock
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark, WaitMark
@@ -117,7 +118,7 @@ class Session:
         self._is_packing_allowed = False
         self._join = JoinState(is_registered=is_registered)
         self._plans = Plans(rank, gpu, forbidden="the agent only observes" if observe else None)
-        self._recorder = Recorder(gpu.supported_clocks_mhz[0])
+        self._recorder = Recorder(gpu.supported_clocks_mhz[0], gpu.stock_mhz)
         self._tracker = IterationTracker(self._plans, self._recorder)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -138,6 +139,11 @@ class Session:
     def has_plan(self) -> bool:
         """Whether a plan, or a clock to measure, is in force."""
         return self._plans.in_force is not None
+
+    @property
+    def foreign_clock(self) -> ForeignClock | None:
+        """The clock at which another client of the driver holds the GPU; None if none does."""
+        return self._recorder.foreign.verdict
 
     def give_up(self) -> list[FromSession]:
         """End the session in any state, after an internal error; return its last messages."""
@@ -394,6 +400,7 @@ class Session:
     def _report(self, now_s: float, *, waits: bool = True) -> None:
         """Report all iterations that can be measured by now; without `waits`, all that have ended."""
         order = self._plans.order.computations if self._plans.order is not None else None
+        before = self.foreign_clock
         for report in self._recorder.report(order, now_s, needed_s=self._tracker.needed_s, waits=waits):
             clocks = None
             if self._plans.forbidden is None:
@@ -401,12 +408,21 @@ class Session:
             self._commands.append(
                 Send(
                     Telemetry(
-                        self.rank, report.iterations, report.computations, None, clocks, self._gpu.limits
+                        self.rank,
+                        report.iterations,
+                        report.computations,
+                        None,
+                        clocks,
+                        self._gpu.limits,
+                        self.foreign_clock,
                     )
                 )
             )
             if report.request is not None and waits:
                 self._commands.append(EstimateEnergy(report.request))
+        if before is None and self.foreign_clock is not None and waits:
+            # Once: it may have been a reset. Whoever sets it again shall not be fought.
+            self._commands.append(RepeatSet())
 
     def validate(self) -> None:
         """Check the invariants; AssertionError otherwise. Called by tests after every event."""

@@ -136,6 +136,19 @@ class ClockWorker:
         with self._deciding():
             self._scheduled = _DesiredClock(target_mhz, due_s)
 
+    def set_again(self) -> None:
+        """Set the clock that was set last once more, unless that was a reset; returns at once.
+
+        Without effect while another set is in progress or pending.
+        """
+        with self._changed:
+            waiting = (self._desired, self._retried, self._suspended, self._begun_at_s)
+            if self._is_leased and not self._closing and all(each is None for each in waiting):
+                assert self._followed is not None  # it is leased
+                self._in_force_mhz = _UNKNOWN_MHZ
+                self._desired = replace(self._followed, due_s=self._monotonic())
+                self._changed.notify()
+
     def renew(self) -> None:
         """Show that the caller still decides on the clock, as requests do; returns at once."""
         with self._changed:

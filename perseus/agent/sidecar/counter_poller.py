@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import structlog
@@ -195,7 +195,11 @@ class CounterPoller:
         if after_s >= self._parts_from_s:
             self._poll_more(energy_j, after_s)
         self._check_moves(energy_j, after_s)
-        return detector.poll(before_s, after_s, energy_j, reasons, capped_mhz)
+        change = detector.poll(before_s, after_s, energy_j, reasons, capped_mhz)
+        if change is None or reasons & ClockEventReason.GPU_IDLE:
+            return change
+        clock_mhz = _or_none(self._gpu.sm_clock_mhz)
+        return replace(change, sm_clock_mhz=clock_mhz or 0, read_at_s=self._monotonic())
 
     def _check_moves(self, energy_j: float, now_s: float) -> None:
         """Raise `GpuUnsupportedError` if the counter has not moved for too long: every GPU draws power."""

@@ -206,7 +206,13 @@ class RankGpus:
                 limits = GpuLimits()
             return OpenedGpu(
                 gpu,
-                GpuDescription(gpu.uuid, gpu.name, gpu.supported_clocks_mhz, limits),
+                GpuDescription(
+                    gpu.uuid,
+                    gpu.name,
+                    gpu.supported_clocks_mhz,
+                    limits,
+                    stock.highest_mhz if (stock := self._settings.stock) is not None else None,
+                ),
                 _READING_S if self._settings.metrics_listen is not None else None,
                 lambda close: self._restorer.give_back(uuid, close),
                 self._optional.failed,

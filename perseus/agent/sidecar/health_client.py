@@ -19,6 +19,9 @@ from perseus.agent.link.packets import (
 UNMARKED = "UNMARKED"
 """Reason of a healthy agent's answer if trainers report training without marked iterations."""
 
+FOREIGN_CLOCK = "FOREIGN_CLOCK"
+"""Reason of a healthy agent's answer if another client of the driver holds a served GPU's clock."""
+
 
 def ask_health(path: Path, timeout_s: float) -> Reply:
     """Return an agent's answer to a health question.

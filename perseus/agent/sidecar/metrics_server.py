@@ -110,6 +110,8 @@ def _read_rank(readings: Readings, rank: Rank, served: ServedRank) -> None:
     readings.put(names.GPU_PLANNED, served.has_plan, gpu_uuid)
     if served.is_set_known:
         readings.put(names.GPU_CLOCK_SET, (served.set_clock_mhz or 0) * _HZ_PER_MHZ, gpu_uuid)
+    foreign = served.foreign_clock
+    readings.put(names.GPU_CLOCK_FOREIGN, (foreign.clock_mhz if foreign else 0) * _HZ_PER_MHZ, gpu_uuid)
     if reading is None:
         return
     if reading.sm_clock_mhz is not None:

@@ -88,7 +88,20 @@ class Roster:
             text += f", {waiting} before the first marked iteration"
         if unmarked := self.unmarked:
             text += f"; {len(unmarked)} not marked, such as {unmarked[0].rank}: {unmarked[0].unmarked}"
+        if foreign := self.foreign_clocks:
+            text += f"; {'; '.join(foreign)}"
         return text
+
+    @property
+    def foreign_clocks(self) -> list[str]:
+        """Say for each served GPU whose clock another client of the driver holds, at which one."""
+        return [
+            f"{served.gpu_uuid} of {rank} runs at {clock.clock_mhz} MHz, "
+            f"wanted {f'{clock.wanted_mhz} MHz' if clock.wanted_mhz else 'stock'}: "
+            "another client of the driver holds it"
+            for rank, served in self.served.items()
+            if (clock := served.foreign_clock) is not None
+        ]
 
     @property
     def unmarked(self) -> list[Trainer]:

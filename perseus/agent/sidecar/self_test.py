@@ -199,7 +199,9 @@ def _find(name: str, question: Callable[[], object], nvml: Any) -> Finding:
 def _event_names(reasons: int) -> list[str]:
     """Return the names of clock events that discard samples; the others as one hexadecimal number."""
     names = {
-        bit: name for name, bit in vars(ClockEventReason).items() if name.isupper() and bit.bit_count() == 1
+        bit: name
+        for name, bit in vars(ClockEventReason).items()
+        if name.isupper() and bit.bit_count() == 1 and bit & ClockEventReason.THROTTLED
     }
     known = [name.lower() for bit, name in sorted(names.items()) if reasons & bit]
     others = reasons & ~ClockEventReason.THROTTLED

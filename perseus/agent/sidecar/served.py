@@ -16,7 +16,8 @@ from typing import TypeVar
 
 import structlog
 
-from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
+from perseus.agent.clocks.foreign import ForeignClock
+from perseus.agent.clocks.sets import ClockSet, RepeatSet, ResetClock, ScheduleClock, SetClock
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.gpu import (
     GpuError,
@@ -192,6 +193,11 @@ class ServedRank:
         return self._session.has_plan
 
     @property
+    def foreign_clock(self) -> ForeignClock | None:
+        """The clock at which another client of the driver holds the GPU; None if none does."""
+        return self._session.foreign_clock
+
+    @property
     def set_clock_mhz(self) -> int | None:
         """The clock that the driver was last set to, None for stock; valid if `is_set_known`."""
         return self._worker.set_clock_mhz
@@ -230,7 +236,11 @@ class ServedRank:
             self._ending = asyncio.create_task(self._end())
 
     def _handle(self, event: Event) -> None:
-        for command in self._session.handle(event, time.monotonic()):
+        before = self.foreign_clock
+        commands = self._session.handle(event, time.monotonic())
+        if before != self.foreign_clock:
+            self._note_foreign_clock()
+        for command in commands:
             match command:
                 case SetClock(clock_mhz):
                     self._worker.request(clock_mhz)
@@ -238,6 +248,8 @@ class ServedRank:
                     self._worker.request(STOCK)
                 case ScheduleClock(clock_mhz, at_s):
                     self._worker.schedule(clock_mhz, at_s)
+                case RepeatSet():
+                    self._worker.set_again()
                 case EstimateEnergy(request):
                     self._estimator.request(
                         self.rank, request, lambda estimate: self._hand_over(self.handle, estimate)
@@ -333,6 +345,16 @@ class ServedRank:
         else:  # a bug, but the GPU's clock is unknown all the same
             self._log.error("GPU failed", exc_info=error)
         self.handle(GpuFailed(str(error) or repr(error)))
+
+    def _note_foreign_clock(self) -> None:
+        if (clock := self.foreign_clock) is None:
+            self._log.info("no other client holds the clock any more")
+        else:
+            self._log.warning(
+                "another client of the driver holds the clock",
+                clock_mhz=clock.clock_mhz,
+                wanted_mhz=clock.wanted_mhz or "stock",
+            )
 
     def _note(self, message: FromSession) -> None:
         match message:

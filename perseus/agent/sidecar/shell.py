@@ -33,7 +33,7 @@ from perseus.agent.sidecar.access import AccessChecker
 from perseus.agent.sidecar.admission import Admission
 from perseus.agent.sidecar.backends import Backend, Inventory, VisibleGpus, backend
 from perseus.agent.sidecar.gpus import RankGpus
-from perseus.agent.sidecar.health_client import UNMARKED
+from perseus.agent.sidecar.health_client import FOREIGN_CLOCK, UNMARKED
 from perseus.agent.sidecar.instance import InstanceParts
 from perseus.agent.sidecar.instances import Instances
 from perseus.agent.sidecar.local import LocalServer, SocketAccess
@@ -213,7 +213,7 @@ class Agent:
             self._uplink.describe(),
             *found.problems,
         ]
-        reason = UNMARKED if self._roster.unmarked else ""
+        reason = UNMARKED if self._roster.unmarked else FOREIGN_CLOCK if self._roster.foreign_clocks else ""
         return Reply(found.gpu_count > 0, reason if found.gpu_count else "NO_GPU", "; ".join(parts))
 
     async def _tick(self) -> None:

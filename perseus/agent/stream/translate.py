@@ -235,6 +235,12 @@ def _telemetry(batch: Batch, *, has_short_rows: bool) -> wire.TelemetryBatch:
         dropped_batch_count=batch.dropped_batch_count,
         clocks=_clocks(measured.clocks) if measured.clocks is not None else None,
         gpu_limits=_limits(measured.gpu_limits) if measured.gpu_limits is not None else None,
+        foreign_clock=rank_pb2.ForeignClock(
+            clock_mhz=measured.foreign_clock.clock_mhz,
+            wanted_clock_mhz=measured.foreign_clock.wanted_mhz or 0,
+        )
+        if measured.foreign_clock is not None
+        else None,
     )
 
 

@@ -67,6 +67,7 @@ from perseus.service.domain.telemetry import (
     ComputationColumns,
     EnergyEstimate,
     EnergySample,
+    ForeignClock,
     GpuLimits,
     IterationColumns,
     TelemetryBatch,
@@ -75,6 +76,7 @@ from perseus.solver import MAX_CLOCK_MHZ, PlannedComputation
 from perseus.v1 import (
     agent_service_pb2,
     clock_statistics_pb2,
+    rank_pb2,
 )
 
 _SHOWN_COUNT = 10
@@ -208,6 +210,12 @@ def _limits_from_proto(message: agent_service_pb2.Gpu | agent_service_pb2.GpuLim
     if list(profiles) != sorted(set(profiles)):
         raise InvalidFieldError(field=name, expected="each once, rising", found=list(profiles))
     return GpuLimits(message.power_limit_w, profiles)
+
+
+def _foreign_clock_from_proto(message: rank_pb2.ForeignClock) -> ForeignClock:
+    check_range("foreign_clock.clock_mhz", message.clock_mhz, 1, MAX_CLOCK_MHZ)
+    check_range("foreign_clock.wanted_clock_mhz", message.wanted_clock_mhz, 0, MAX_CLOCK_MHZ)
+    return ForeignClock(message.clock_mhz, message.wanted_clock_mhz)
 
 
 def _begun_iteration(
@@ -366,6 +374,9 @@ def telemetry_from_proto(
         clocks=_clocks_from_proto(message.clocks) if message.HasField("clocks") else None,
         gpu_limits=_limits_from_proto(message.gpu_limits, "gpu_limits")
         if message.HasField("gpu_limits")
+        else None,
+        foreign_clock=_foreign_clock_from_proto(message.foreign_clock)
+        if message.HasField("foreign_clock")
         else None,
         is_thinned=is_thinned,
     )

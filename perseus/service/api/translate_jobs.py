@@ -16,6 +16,7 @@ from perseus.service.domain.measured import Period, Saving
 from perseus.service.domain.messages import (
     NUMBERS,
     coordinates_to_proto,
+    foreign_clock_to_proto,
     saving_to_proto,
     time_from_proto,
     time_to_proto,
@@ -213,6 +214,7 @@ def rank_to_proto(rank: Rank) -> rank_pb2.Rank:
         workload_power_profiles=rank.gpu.power_profiles if rank.gpu else (),
         clock_event_reasons=rank.clock_event_reasons,
         capped_clock_mhz=rank.capped_clock_mhz,
+        foreign_clock=foreign_clock_to_proto(rank.foreign_clock),
     )
 
 

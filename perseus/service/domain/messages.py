@@ -40,7 +40,7 @@ from perseus.service.domain.specification import (
     ScheduleSpec,
 )
 from perseus.service.domain.stall import StallReason
-from perseus.service.domain.telemetry import KINDS
+from perseus.service.domain.telemetry import KINDS, ForeignClock
 from perseus.solver import (
     Computation,
     ComputationGraph,
@@ -120,6 +120,13 @@ def time_from_proto(field: str, message: Timestamp) -> float:
 def coordinates_to_proto(rank: Coordinates) -> rank_pb2.RankCoordinates:
     """Return a rank's coordinates."""
     return rank_pb2.RankCoordinates(pipeline=rank.pipeline, stage=rank.stage, tensor=rank.tensor)
+
+
+def foreign_clock_to_proto(clock: ForeignClock | None) -> rank_pb2.ForeignClock | None:
+    """Return the clock at which another client holds a GPU, if one does."""
+    if clock is None:
+        return None
+    return rank_pb2.ForeignClock(clock_mhz=clock.clock_mhz, wanted_clock_mhz=clock.wanted_mhz)
 
 
 def parallelism_to_proto(counts: Parallelism) -> job_pb2.Parallelism:

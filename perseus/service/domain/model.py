@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from perseus.service.domain.specification import Coordinates
-from perseus.service.domain.telemetry import ClockStatistics
+from perseus.service.domain.telemetry import ClockStatistics, ForeignClock
 from perseus.solver import Plan
 from perseus.v1 import event_pb2
 
@@ -229,6 +229,7 @@ class Rank:
         is_stock_only: whether its agent refused everything but stock for good.
         capped_clock_mhz: the highest clock that it is assumed to reach, 0 if no cap is known.
         clock_event_reasons: why its clock was capped in its latest iteration, as NVML's bits.
+        foreign_clock: at which another client of the driver holds its GPU; None if none does.
     """
 
     coordinates: Coordinates
@@ -244,6 +245,7 @@ class Rank:
     is_stock_only: bool = False
     capped_clock_mhz: int = 0
     clock_event_reasons: int = 0
+    foreign_clock: ForeignClock | None = None
 
     def at(self, iteration: int, clock_event_reasons: int) -> "Rank":
         """Return the rank at another iteration."""
@@ -269,6 +271,7 @@ class Rank:
             self.is_stock_only,
             self.capped_clock_mhz,
             clock_event_reasons,
+            self.foreign_clock,
         )
 
     @property

@@ -324,6 +324,14 @@ class GpuLimits(NamedTuple):
     power_profiles: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ForeignClock:
+    """The clock at which another client of the driver holds a GPU, and the wanted one, 0 for stock."""
+
+    clock_mhz: int
+    wanted_mhz: int
+
+
 class TelemetryBatch(NamedTuple):
     """Measurements of one rank, each part already checked by itself.
 
@@ -337,6 +345,7 @@ class TelemetryBatch(NamedTuple):
     dropped_batch_count: int
     clocks: ClockStatistics | None = None
     gpu_limits: GpuLimits | None = None
+    foreign_clock: ForeignClock | None = None
     is_thinned: bool = False
 
     def check(self, *, is_known: bool = False) -> None:

@@ -20,6 +20,7 @@ OF_RANKS = frozenset(
         event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED,
         event_pb2.JOB_EVENT_TYPE_GPU_ERROR,
         event_pb2.JOB_EVENT_TYPE_GPU_LIMITS_CHANGED,
+        event_pb2.JOB_EVENT_TYPE_FOREIGN_CLOCK,
     }
 )
 """Events of single ranks and pipelines."""

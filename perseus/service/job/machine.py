@@ -358,6 +358,8 @@ class JobMachine:
         if batch.gpu_limits is not None and self.run.ranks.note_limits(place, batch.gpu_limits):
             has_effect = True
             self._lifecycle.check_work(f"{place} has a GPU under other limits")
+        if numbers:
+            self.run.ranks.note_foreign_clock(place, batch.foreign_clock)
         self.run.stragglers.take_telemetry(place, batch, is_plain=is_plain)
         if batch.iterations.iteration:
             has_effect |= self._judge.take_iterations(place, batch.iterations)

@@ -158,6 +158,8 @@ class CoordinatorCollector:
             labels = (run.job_id, str(place.pipeline), str(place.stage), str(place.tensor))
             readings.put(names.RANK_CONNECTED, rank.state is RankState.CONNECTED, *labels)
             readings.put(names.RANK_ITERATION, rank.iteration if rank.iteration >= 0 else None, *labels)
+            foreign = rank.foreign_clock
+            readings.put(names.RANK_CLOCK_FOREIGN, 1e6 * foreign.clock_mhz if foreign else 0, *labels)
             if clocks is None:
                 continue
             share = clocks.on_clock_time_s / clocks.computation_time_s if clocks.computation_time_s else None

@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from perseus.agent.energy.counter import CounterChange
-from perseus.agent.gpu import GpuDriverError, GpuInUseError, GpuLostError, GpuUnsupportedError
+from perseus.agent.gpu import (
+    ClockEventReason,
+    GpuDriverError,
+    GpuError,
+    GpuInUseError,
+    GpuLostError,
+    GpuUnsupportedError,
+)
 from perseus.agent.rank.messages import GpuLimits
 from perseus.agent.sidecar.counter_poller import CounterPoller, LimitsWatch, ScopeWatch
 from perseus.emulation.gpu import EmulatedGpu
@@ -23,6 +30,23 @@ def test_polls_a_gpu_until_closed(tmp_path: Path) -> None:
     between_s = (second.energy_j - first.energy_j) / 70.38
     assert between_s == pytest.approx(0.1 * round(between_s / 0.1), rel=1e-6)
     assert abs(second.time_s - first.time_s - between_s) <= first.uncertainty_s + second.uncertainty_s
+
+
+@pytest.mark.parametrize(
+    ("reasons", "read_mhz", "expected_mhz"),
+    [(0, 1200, 1200), (ClockEventReason.GPU_IDLE, 1200, 0), (0, GpuDriverError("no clock"), 0)],
+)
+def test_a_change_has_the_clock_of_a_gpu_that_computes(
+    reasons: int, read_mhz: int | GpuError, expected_mhz: int
+) -> None:
+    gpu = FakeGpu(readings=chain([1.0, 2.0], repeat(2.0)))
+    gpu.reasons, gpu.effective_mhz = reasons, repeat(read_mhz)
+    changes: queue.Queue[CounterChange] = queue.Queue()
+    poller = CounterPoller(gpu, changes.put, lambda error: pytest.fail(str(error)), interval_s=0.0001)
+    change = changes.get(timeout=10)
+    poller.close()
+    assert change.sm_clock_mhz == expected_mhz
+    assert change.read_at_s > change.time_s or not expected_mhz
 
 
 def test_an_error_ends_the_polling_and_is_reported() -> None:

@@ -131,6 +131,7 @@ def output(agent: FakeAgent) -> list[ConnectRequest]:
     telemetry.iterations.capped_clock_mhz.extend([1000] * len(telemetry.iterations.iteration))
     joined = agent.joined(rank)
     joined.gpu.workload_power_profiles.append(7)
+    telemetry.foreign_clock.clock_mhz = telemetry.foreign_clock.wanted_clock_mhz = 1000
     telemetry.gpu_limits.power_limit_w = joined.gpu.power_limit_w
     telemetry.gpu_limits.workload_power_profiles.append(7)
     energy = telemetry.energy

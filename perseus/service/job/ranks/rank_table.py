@@ -7,10 +7,10 @@ from dataclasses import astuple, replace
 from perseus.service.domain.bounds import MAX_COUNT
 from perseus.service.domain.errors import InvalidFieldError, RankAlreadyServedError, TelemetryOutdatedError
 from perseus.service.domain.inputs import GpuErrorReported, RankJoined
-from perseus.service.domain.messages import NUMBERS, coordinates_to_proto
+from perseus.service.domain.messages import NUMBERS, coordinates_to_proto, foreign_clock_to_proto
 from perseus.service.domain.model import NO_VERSION, GpuKind, Rank, RankFilter, RankState, RefusalReason
 from perseus.service.domain.specification import Coordinates, JobSpec, Parallelism
-from perseus.service.domain.telemetry import ClockStatistics, GpuLimits
+from perseus.service.domain.telemetry import ClockStatistics, ForeignClock, GpuLimits
 from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.ranks.counts import IterationCounts, move
 from perseus.service.job.ranks.leases import Leases
@@ -196,6 +196,29 @@ class RankTable:
         )
         return True
 
+    def note_foreign_clock(self, place: Coordinates, clock: ForeignClock | None) -> None:
+        """Record and announce that another client holds the clock of a rank's GPU, or no longer does."""
+        rank = self._ranks[place]
+        if rank.gpu is None or clock == rank.foreign_clock:
+            return
+        self.change(replace(rank, foreign_clock=clock))
+        message = f"{place}: no other client of the driver holds the clock of {rank.gpu.uuid} any more"
+        if clock is not None:
+            wanted = f"{clock.wanted_mhz} MHz" if clock.wanted_mhz else "stock"
+            message = (
+                f"{place}: {rank.gpu.uuid} runs at {clock.clock_mhz} MHz, wanted {wanted}: "
+                "another client of the driver holds it"
+            )
+        self._buffer.announce(
+            event_pb2.JOB_EVENT_TYPE_FOREIGN_CLOCK,
+            message,
+            event_pb2.ForeignClockChanged(
+                rank=coordinates_to_proto(place),
+                gpu_uuid=rank.gpu.uuid,
+                foreign_clock=foreign_clock_to_proto(clock),
+            ),
+        )
+
     def leave_at_stock(self, place: Coordinates, reason: RefusalReason) -> str:
         """Record that a rank can have no clock but stock; return that as part of a sentence."""
         self.change(replace(self._ranks[place], is_stock_only=True))
@@ -223,7 +246,9 @@ class RankTable:
         self._after_sequence[event.rank] = event.after_sequence
         if rank.instance_id != event.instance_id:
             # Another agent may be able to set these clocks.
-            rank = replace(rank, refused_clocks_mhz=(), is_stock_only=False, capped_clock_mhz=0)
+            rank = replace(
+                rank, refused_clocks_mhz=(), is_stock_only=False, capped_clock_mhz=0, foreign_clock=None
+            )
         joined = replace(
             rank,
             state=RankState.CONNECTED,
@@ -279,12 +304,22 @@ class RankTable:
 
     def lose(self, place: Coordinates, why: str, now_s: float) -> None:
         """Record that a rank is lost; its GPU is at stock, or will be when the lease runs out."""
-        self.change(replace(self._ranks[place], state=RankState.LOST, in_force_version=NO_VERSION), why)
+        self.change(
+            replace(
+                self._ranks[place], state=RankState.LOST, in_force_version=NO_VERSION, foreign_clock=None
+            ),
+            why,
+        )
         self.missing.miss(place, now_s)
 
     def finish(self, place: Coordinates, why: str) -> None:
         """Record that a rank's trainer is done; its GPU is at stock."""
-        self.change(replace(self._ranks[place], state=RankState.FINISHED, in_force_version=NO_VERSION), why)
+        self.change(
+            replace(
+                self._ranks[place], state=RankState.FINISHED, in_force_version=NO_VERSION, foreign_clock=None
+            ),
+            why,
+        )
         self.missing.find(place)
 
     def note_iteration(self, place: Coordinates, iteration: int, clock_event_reasons: int = 0) -> None:

@@ -239,6 +239,7 @@ function row(rank) {
     rank.power_limit_w ? n.watts(rank.power_limit_w) : "",
     held ? `held by ${held}` : "",
     rank.capped_clock_mhz ? `reaches ${n.fixed(rank.capped_clock_mhz)} MHz` : "",
+    rank.foreign_clock ? `held at ${n.fixed(rank.foreign_clock.clock_mhz)} MHz by another client` : "",
   ];
   const cells = [
     rank.coordinates.tensor,

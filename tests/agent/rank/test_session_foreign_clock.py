@@ -1,0 +1,80 @@
+"""A session whose GPU's clock another client of the driver holds."""
+
+from perseus.agent.clocks.foreign import ForeignClock
+from perseus.agent.clocks.sets import RepeatSet
+from perseus.agent.energy.counter import CounterChange
+from perseus.agent.link.packets import Edge
+from perseus.agent.rank.commands import Command
+from perseus.agent.rank.messages import Hold
+from tests.agent.rank.bench import RANK, Bench, clock_set, telemetry
+
+
+def run(bench: Bench, first: int, count: int, read_mhz: int) -> list[Command]:
+    """Run iterations of 0.8 s, with a clock read in the middle of each computation."""
+    commands: list[Command] = []
+    for number in range(first, first + count):
+        commands += bench.iteration(Edge.BEGIN, number)
+        for computation in bench.order:
+            commands += bench.mark(Edge.BEGIN, number, computation)
+            bench.now_s += 0.1
+            change = CounterChange(bench.now_s, bench.now_s, 0.002, 0, 0, read_mhz, bench.now_s + 0.01)
+            commands += bench.do(change)
+            bench.now_s += 0.1
+            commands += bench.mark(Edge.END, number, computation)
+        commands += bench.iteration(Edge.END, number)
+    return commands
+
+
+def on_hold(bench: Bench) -> Bench:
+    bench.offer(1, 0, Hold(1000))
+    bench.do(clock_set(1000, bench.now_s))
+    return bench
+
+
+def test_the_agents_own_clock_is_not_foreign(bench: Bench) -> None:
+    commands = run(on_hold(bench), 0, 20, read_mhz=1000)
+    assert {each.foreign_clock for each in telemetry(commands)} == {None}
+    assert RepeatSet() not in commands
+
+
+def test_a_foreign_clock_is_reported_and_set_once_more_and_does_not_count_as_on_clock(bench: Bench) -> None:
+    commands = run(on_hold(bench), 0, 20, read_mhz=800)
+    reported = [each.foreign_clock for each in telemetry(commands)]
+    assert (reported[0], reported[-1]) == (None, ForeignClock(800, 1000))
+    assert commands.count(RepeatSet()) == 1, "nobody is fought"
+    clocks = telemetry(commands)[-1].clocks
+    assert clocks is not None
+    assert clocks.on_clock_time_s == 0.0
+    assert clocks.missed_count == clocks.late_raise_count == clocks.computation_count > 0
+    bench.do(clock_set(1000, bench.now_s))
+    commands = run(bench, 20, 20, read_mhz=1000)
+    assert telemetry(commands)[-1].foreign_clock is None
+    assert RepeatSet() not in commands
+    assert bench.session.foreign_clock is None
+
+
+def test_a_foreign_clock_at_stock_is_reported_also_by_an_agent_that_only_observes() -> None:
+    bench = Bench(observe=True).accepted()
+    commands = run(bench, 0, 20, read_mhz=800)
+    assert telemetry(commands)[-1].foreign_clock == ForeignClock(800, None)
+    assert telemetry(commands)[-1].rank == RANK
+
+
+def test_a_clock_read_in_a_gap_or_around_a_set_proves_nothing(bench: Bench) -> None:
+    on_hold(bench)
+    commands: list[Command] = []
+    for number in range(20):
+        commands += bench.iteration(Edge.BEGIN, number)
+        for computation in bench.order:
+            bench.now_s += 0.1
+            commands += bench.do(CounterChange(bench.now_s, bench.now_s, 0.002, 0, 0, 800, bench.now_s))
+            bench.now_s += 0.01
+            commands += bench.mark(Edge.BEGIN, number, computation)
+            bench.now_s += 0.05
+            commands += bench.do(clock_set(1000, bench.now_s))
+            bench.now_s += 0.04
+            commands += bench.do(CounterChange(bench.now_s, bench.now_s, 0.002, 0, 0, 800, bench.now_s))
+            bench.now_s += 0.1
+            commands += bench.mark(Edge.END, number, computation)
+        commands += bench.iteration(Edge.END, number)
+    assert {each.foreign_clock for each in telemetry(commands)} == {None}

@@ -115,7 +115,7 @@ class CoordinatorSettings(Rules, Limits, Retention, BaseSettings):
         description="Host names for browsers in plaintext, in addition to localhost; separated by commas.",
     )
     metrics_ranks: bool = Field(
-        default=False, description="Include every rank in the metrics: four series for each."
+        default=False, description="Include every rank in the metrics: five series for each."
     )
     operator_token_file: Path = Field(
         default_factory=default_token_file,

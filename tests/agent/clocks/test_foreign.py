@@ -68,7 +68,8 @@ def test_a_clock_that_both_clients_set_in_turn_is_foreign_when_it_is_mostly_the_
 
 
 def test_it_begins_once_it_lasts_follows_the_other_client_and_ends() -> None:
-    judge, verdicts = ForeignClockJudge(HIGHEST_MHZ), []
+    judge = ForeignClockJudge(HIGHEST_MHZ)
+    verdicts: list[tuple[float, ForeignClock | None]] = []
     for number in range(400):
         read_mhz = 705 if number < 150 else 900 if number < 300 else 1200
         judge.read(number / 10, read_mhz, 1200, 0)

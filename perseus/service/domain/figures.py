@@ -39,6 +39,7 @@ class RunFigures:
     Attributes:
         stall: why it makes no progress; None if it does.
         latest: the latest complete iteration.
+        power_w: in that iteration; unknown once a rank has been lost since.
         totals: of all complete iterations.
         period: the measurements under the clocks offered now.
         saving: of that period against stock.
@@ -51,6 +52,7 @@ class RunFigures:
 
     stall: Stall | None = None
     latest: JobIteration | None = None
+    power_w: float | None = None
     totals: Totals | None = None
     period: Period | None = None
     saving: Saving | None = None

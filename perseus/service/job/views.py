@@ -62,13 +62,13 @@ def job(run: Run, *, is_full: bool) -> job_pb2.Job:
         shown.no_slowdown_time.iteration_time_s = found.time_s
         shown.no_slowdown_time.basis = NUMBERS[found.basis]
     shown.min_planned_iteration_time_s, shown.max_planned_iteration_time_s = run.offers.planned_range_s
-    if record.budget_target_time_s is not None:
+    if record.budget_target_time_s is not None and run.offers.planned_range_s[1]:
         shown.budget_target_iteration_time_s = record.budget_target_time_s
     shown.figures.MergeFrom(_figures_to_proto(figures(run)))
     if record.has_finished:  # its last plan is no longer offered, but what it saved is still of interest
         shown.figures.power_w = 0.0
         last = run.log.latest_period()
-        if last is not None and last[1] is not None:
+        if last is not None and last[1] is not None and last[0].state is JobState.PLANNED:
             shown.figures.saving.CopyFrom(saving_to_proto(last[1]))
     if is_full:
         shown.spec.CopyFrom(spec_to_proto(run.spec))
@@ -106,7 +106,7 @@ def listed_job(listed: ListedRun) -> job_pb2.Job:
         shown.straggler_count = len(record.stragglers)
         if record.state is JobState.STOCK:
             shown.next_step = next_step(record.stock_reason, listed.job_id)
-        if record.budget_target_time_s is not None:
+        if record.budget_target_time_s is not None and record.state is JobState.PLANNED:
             shown.budget_target_iteration_time_s = record.budget_target_time_s
     return shown
 
@@ -176,7 +176,7 @@ def _figures_to_proto(found: RunFigures) -> job_pb2.JobFigures:
     return job_pb2.JobFigures(
         iteration_time_s=latest.iteration_time_s if latest is not None else None,
         energy_j=energy_j or None,
-        power_w=energy_j / latest.iteration_time_s if latest is not None and energy_j else None,
+        power_w=found.power_w,
         mean_iteration_time_s=period.iteration_time_s if period is not None else None,
         saving=saving_to_proto(found.saving) if found.saving is not None else None,
         predicted_iteration_time_s=found.predicted_time_s,
@@ -190,9 +190,11 @@ def _figures_to_proto(found: RunFigures) -> job_pb2.JobFigures:
 def figures(run: Run) -> RunFigures:
     """Return the metrics beyond the job's fields: no work over its ranks, either."""
     period, saving = _under_offered_clocks(run)
+    latest = run.log.latest if run.log.is_latest_current else None
     return RunFigures(
         stall=run.progress.stall,
         latest=run.log.latest,
+        power_w=sum(latest.pipeline_energy_j) / latest.iteration_time_s or None if latest else None,
         totals=run.log.totals,
         period=period,
         saving=saving,
@@ -210,8 +212,11 @@ def saving(run: Run) -> Saving | None:
 
 
 def _under_offered_clocks(run: Run) -> tuple[Period | None, Saving | None]:
+    """Return the measurements under the offered clocks, and what they save if these are plans."""
     found = run.log.latest_period()
-    return found if found and found[0].versions == run.offers.versions else (None, None)
+    if not found or found[0].versions != run.offers.versions:
+        return None, None
+    return found[0], found[1] if run.offers.planned_range_s[1] else None
 
 
 def power(run: Run) -> JobPower:

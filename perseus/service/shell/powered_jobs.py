@@ -16,6 +16,7 @@ from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.inputs import BudgetTargetSet, MaxClockSet
 from perseus.service.domain.job_power import NO_POWER, JobPower, PowerCurveBasis
 from perseus.service.domain.power_reading import max_power_w
+from perseus.service.domain.records import JobRecord
 from perseus.service.domain.snapshot import RunSnapshot
 from perseus.service.fleet.power.curve import StageFeeds, power_points
 from perseus.service.fleet.power.demand import JobDemand, PowerPoint
@@ -75,8 +76,8 @@ class PoweredJobs:
         self._live = live
         self._feeds = feeds
         self._jobs: dict[str, _Known] = {}
-        # By run of unknown draw that still has a maximum clock: its feeds.
-        self._idle_capped: dict[str, set[str]] = {}
+        # By run of unknown draw that still has a target or a maximum clock: its feeds.
+        self._idle_limited: dict[str, set[str]] = {}
         # Jobs that budgets leave out because of a fault, already logged.
         self._left_out: set[str] = set()
         # Since the start: jobs of unknown power, and until when they count as such.
@@ -98,8 +99,8 @@ class PoweredJobs:
         """
         run = self._live.get(job_id)
         if run is None or run.machine.record.has_finished or not run.machine.has_live_rank:
-            if run is not None and run.machine.record.max_clock is not None:
-                self._idle_capped[job_id] = set(shares(self._placed(run)))
+            if run is not None and _has_order(run.machine.record):
+                self._idle_limited[job_id] = set(shares(self._placed(run)))
             return self._leave(job_id)
         try:
             changed = await self._update(job_id, run)
@@ -108,7 +109,7 @@ class PoweredJobs:
                 self._left_out.add(job_id)
                 log.error("a job is left out of power budgets", job_id=job_id, exc_info=error)
             return self._leave(job_id)
-        self._idle_capped.pop(job_id, None)
+        self._idle_limited.pop(job_id, None)
         self._left_out.discard(job_id)
         return changed
 
@@ -163,17 +164,20 @@ class PoweredJobs:
             may_lift = held.isdisjoint(known.shares)
             if may_lift or not _is_lifted(run, max_clock_mhz):
                 self._send_max_clock(run, max_clock_mhz, known.shares)
+            # Without plans it keeps its target for the next ones, unless nothing limits its feeds any more.
+            may_change = known.power.basis is not None or not any(map(fleet.is_limited, known.shares))
             if (
-                known.power.basis is not None
+                may_change
                 and target_time_s != known.power.target_time_s
                 and (may_lift or (target_time_s or 0.0) >= (known.power.target_time_s or 0.0))
             ):
                 self._send(run, BudgetTargetSet(target_time_s, urgent.get(job_id, target_time_s is not None)))
-        for job_id, feeds in list(self._idle_capped.items()):
-            if not any(fleet.is_limited(feed) for feed in feeds):
-                del self._idle_capped[job_id]
+        for job_id, feeds in list(self._idle_limited.items()):
+            if not any(map(fleet.is_limited, feeds)):
+                del self._idle_limited[job_id]
                 if (run := self._live.get(job_id)) is not None:
                     self._send_max_clock(run, None, ())
+                    self._send(run, BudgetTargetSet(None, is_urgent=False))
 
     def _send_max_clock(
         self, run: LiveRun, max_clock_mhz: int | None, feeds: Sequence[str] | Mapping[str, float]
@@ -258,6 +262,10 @@ class PoweredJobs:
             if not possible or sum(power_w.values()) < sum(possible[-1].power_w.values()):
                 possible.append(replace(point, power_w=power_w))
         return tuple(possible)
+
+
+def _has_order(record: JobRecord) -> bool:
+    return record.max_clock is not None or record.budget_target_time_s is not None
 
 
 def _is_lifted(run: LiveRun, max_clock_mhz: int | None) -> bool:

@@ -215,11 +215,11 @@ def _put_measured(readings: Readings, job: job_pb2.Job, record: JobRecord, figur
         readings.put(names.JOB_TIME, totals.time_s, job_id)
         readings.put(names.JOB_ENERGY, totals.energy_j, job_id)
     readings.put(names.JOB_SAVED_ENERGY, figures.saved_energy_j, job_id)
+    readings.put(names.JOB_POWER, figures.power_w, job_id)
     if latest is not None:
         energy_j = sum(latest.pipeline_energy_j)
         readings.put(names.JOB_ITERATION_TIME, latest.iteration_time_s, job_id)
         readings.put(names.JOB_ITERATION_ENERGY, energy_j or None, job_id)
-        readings.put(names.JOB_POWER, energy_j / latest.iteration_time_s or None, job_id)
     if record.baseline is not None:
         readings.put(names.JOB_BASELINE_TIME, record.baseline.time_s, job_id)
         readings.put(names.JOB_BASELINE_ENERGY, record.baseline.energy_j or None, job_id)
@@ -235,7 +235,8 @@ def _put_measured(readings: Readings, job: job_pb2.Job, record: JobRecord, figur
     detected_count = sum(straggler.is_detected for straggler in record.stragglers)
     readings.put(names.JOB_STRAGGLERS, detected_count, job_id, "detected")
     readings.put(names.JOB_STRAGGLERS, len(record.stragglers) - detected_count, job_id, "reported")
-    readings.put(names.JOB_BUDGET_TARGET_TIME, record.budget_target_time_s, job_id)
+    if job.HasField("budget_target_iteration_time_s"):
+        readings.put(names.JOB_BUDGET_TARGET_TIME, job.budget_target_iteration_time_s, job_id)
     readings.put(names.JOB_STRAGGLER_TIME, figures.straggler_time_s or None, job_id)
 
 

@@ -21,7 +21,7 @@ from perseus.service.fleet.power.messages import Command, Input
 from perseus.service.shell.power import Power
 from perseus.service.storage.checking import check_database
 from perseus.v1 import agent_service_pb2 as pb_agents
-from perseus.v1 import job_pb2, job_service_pb2
+from perseus.v1 import job_pb2, job_service_pb2, rank_pb2
 from perseus.v1 import power_service_pb2 as pb
 from perseus.v1.power_service_pb2_grpc import PowerServiceStub
 from tests.service import service_fakes
@@ -752,3 +752,40 @@ async def test_a_feed_shows_its_limit_and_its_default(tmp_path: Path) -> None:
         other = await power.feed()
         for name in ("own_limit_w", "default_w", "judged_w"):
             assert not other.HasField(name)
+
+
+async def has_no_target(client: Client) -> bool:
+    request = job_service_pb2.ListJobEventsRequest(job_id="job", page_size=1000)
+    events = (await client.jobs.ListJobEvents(request, timeout=TIMEOUT_S)).events
+    changes = [event.budget_target_set for event in events if event.HasField("budget_target_set")]
+    return not changes[-1].HasField("iteration_time_s")
+
+
+async def test_a_budget_that_ends_releases_a_job_that_has_no_plan_at_present(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, power), planned(client) as agent:
+        await power.set(limit_w=1.0)
+        await until(lambda: is_held(client))
+        request = job_service_pb2.MeasureBaselineRequest(job_id="job", request_id="again")
+        await client.jobs.MeasureBaseline(request, timeout=TIMEOUT_S)
+        await agent.iterate()
+        assert await is_free(client), "no plan is slowed down"
+        assert not await has_no_target(client), "the next plan will be"
+        await power.cancel()
+        await until(lambda: has_no_target(client))
+
+
+async def test_a_budget_that_ends_releases_a_job_whose_ranks_are_lost(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, power), planned(client) as agent:
+        await power.set(limit_w=1.0)
+        await until(lambda: is_held(client))
+        for place in ALL_PLACES:
+            reason = rank_pb2.RANK_LEFT_REASON_TRAINER_GONE
+            left = pb_agents.RankLeft(job_id="job", rank=agent.place(place), reason=reason)
+            await agent.send(rank_left=left)
+
+        async def are_lost() -> bool:
+            return (await client.job()).rank_counts.lost_count == len(ALL_PLACES)
+
+        await until(are_lost)
+        await power.cancel()
+        await until(lambda: has_no_target(client))

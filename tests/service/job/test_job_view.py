@@ -96,6 +96,41 @@ def test_a_baseline_that_is_measured_again_is_not_shown_before_it_is_complete() 
     assert cluster.machine.record.baseline is not None
 
 
+def test_the_power_of_lost_ranks_is_unknown_until_they_iterate_again() -> None:
+    cluster = planned()
+    assert cluster.job().figures.power_w == pytest.approx(600.0)
+    rank = next(iter(cluster.ranks.values()))
+    cluster.send(RankLeft(rank.place, rank.instance_id, RankLeftReason.TRAINER_GONE))
+    figures = cluster.job().figures
+    assert not figures.HasField("power_w")
+    assert figures.HasField("iteration_time_s"), "the latest one stays known"
+    assert set(views.rank_columns(cluster.machine.run, 0, 1).power_w) == {None}
+    cluster.join_all()
+    assert not cluster.job().figures.HasField("power_w")
+    cluster.iterate(2)
+    assert cluster.job().figures.power_w == pytest.approx(600.0)
+
+
+def test_only_plans_save() -> None:
+    cluster = Cluster(make_spec())
+    cluster.join_all()
+    cluster.iterate_until(JobState.PROFILING)
+    cluster.iterate(4)
+    assert cluster.machine.run.log.latest_period()[1] is not None, "a comparison, for the report"
+    assert not cluster.job().figures.HasField("saving")
+    assert views.saving(cluster.machine.run) is None
+    cluster.send(FinishRequested())
+    assert not cluster.job().figures.HasField("saving"), "its last period is no plan's"
+
+
+def test_a_job_that_fell_back_to_stock_saves_nothing() -> None:
+    cluster = planned(pipelines=1)
+    cluster.iterate_until(JobState.STOCK, duration_s=1.2)
+    cluster.iterate(8)
+    assert cluster.job().figures.HasField("mean_iteration_time_s")
+    assert not cluster.job().figures.HasField("saving")
+
+
 def test_the_registered_policy_stays_beside_the_one_in_force() -> None:
     cluster = Cluster(make_spec(policy=OperatingPolicy(2.0)))
     cluster.send(PolicySet(OperatingPolicy(7.0)))

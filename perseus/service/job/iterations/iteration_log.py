@@ -80,6 +80,7 @@ class IterationLog:
         latest_baseline: the latest period that is a stock baseline, if there is one.
         iteration_time_s: that of the latest complete iteration of the job, 0 before the first.
         latest: that iteration.
+        is_latest_current: whether no rank has been lost since.
         totals: sums over all complete iterations assembled here.
     """
 
@@ -89,6 +90,7 @@ class IterationLog:
         self.latest_baseline: Period | None = None
         self.iteration_time_s = 0.0
         self.latest: JobIteration | None = None
+        self.is_latest_current = False
         self.totals = Totals()
         self._index = {rank: index for index, rank in enumerate(ranks)}
         self._pipeline_count = ranks[-1].pipeline + 1
@@ -152,6 +154,7 @@ class IterationLog:
     def restart(self) -> None:
         """Forget incomplete iterations: the job may resume at an earlier iteration."""
         self.closed_through = -1
+        self.is_latest_current = False
         self._open.clear()
         self._latest_iteration = None
         self._key = self._restored_through = self._irregular = None
@@ -240,8 +243,11 @@ class IterationLog:
         return last, None if last.is_baseline or stock is None else saving(last, stock)
 
     def rank_powers_w(self, first_index: int, count: int) -> list[float | None]:
-        """Return the mean power, in watts, of `count` ranks from an index on in the latest iteration."""
-        if self._latest is None:
+        """Return the mean power, in watts, of `count` ranks from an index on in the latest iteration.
+
+        It is unknown once a rank has been lost since.
+        """
+        if self._latest is None or not self.is_latest_current:
             return [None] * count
         own = slice(first_index, first_index + count)
         rows = zip(self._latest.energy_j[own], self._latest.duration_s[own], strict=True)
@@ -303,6 +309,7 @@ class IterationLog:
         )
         self.iteration_time_s = complete.iteration_time_s
         self.latest, self.totals = complete, self.totals.with_iteration(complete)
+        self.is_latest_current = True
         self._count(complete, wall_time_s)
         return complete
 

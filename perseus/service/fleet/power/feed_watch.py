@@ -273,6 +273,11 @@ class FeedWatch:
         """How much time that mean covers."""
         return self._judged.covered_s
 
+    def is_measured_within(self, limit_w: float) -> bool:
+        """Return whether measured power keeps a limit, since it has had to be kept or else lately."""
+        mean = self._judged if self._judged.covered_s >= SHORT_WINDOW_S else self._recent_mean
+        return mean.covered_s >= SHORT_WINDOW_S and mean.mean_w() <= limit_w
+
     def is_above_power_cap(self, now_s: float) -> bool:
         """Return whether more than the power cap is drawn, and was all along for the averaging window.
 

@@ -172,6 +172,7 @@ class FleetMachine:
         self._cut_s = self._ticked_s = -math.inf
         self._worth_since_s: float | None = None
         self._conflicting_counts: Mapping[str, int] = {}
+        self._unmeasured_feeds: set[str] = set()
         self._handlers: dict[type, Callable[..., None]] = {
             BudgetSet: self._on_budget_set,
             BudgetCancelled: self._on_budget_cancelled,
@@ -251,6 +252,8 @@ class FleetMachine:
 
     def _on_power_measured(self, event: PowerMeasured, now_s: float) -> None:
         self._conflicting_counts = event.conflicting_counts
+        unmeasured = self._jobs.keys() - event.jobs_w.keys()
+        self._unmeasured_feeds = {feed for job_id in unmeasured for feed in self._jobs[job_id].drawn_w()}
         totals_w: dict[str, float] = dict(event.others_w)
         all_drawn_w: dict[str, float] = dict(event.others_w)
         unsettled_w = dict.fromkeys(self._watches, (0.0, 0.0))
@@ -416,8 +419,12 @@ class FleetMachine:
         allocation = self._allocation
         is_limited = limit < math.inf
         in_transition = watch.in_transition(now_s)
+        # A measurement counts more than a prediction, which is made once and knows no maximum clocks.
         can_be_kept = (
-            allocation is None or name not in allocation.excess_w or self._is_paying_back(name, limit)
+            allocation is None
+            or name not in allocation.excess_w
+            or self._is_paying_back(name, limit)
+            or (name not in self._unmeasured_feeds and watch.is_measured_within(limit))
         )
         return FeedStatus(
             feed=name,

@@ -1,5 +1,7 @@
 """Jobs without plans get a maximum clock only if plans alone can't keep a limit."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,6 +66,32 @@ def test_power_that_plans_cannot_save_is_saved_by_max_clocks() -> None:
     fleet = Fleet(PLANNED, UNPLANNED)
     fleet.machine.handle(budget(600.0), fleet.now_s)
     assert fleet.tick() == (1000, 700)  # the plan needs at least 400 W, which leaves 200 of 400 W
+
+
+def test_measured_power_decides_whether_a_limit_is_kept_and_not_what_was_predicted() -> None:
+    fleet = Fleet(UNPLANNED)
+    fleet.machine.handle(budget(300.0), fleet.now_s)
+    fleet.tick()
+    status = fleet.machine.statuses["a"]
+    assert (status.is_compliant, status.to_pause) == (False, ("new",)), "it draws 400 W so far"
+    for _ in range(57):
+        fleet.tick(new_w=255.0)
+    status = fleet.machine.statuses["a"]
+    assert status.judged_s < 60, "no whole window is measured"
+    assert (status.is_compliant, status.to_pause) == (True, ())
+    for _ in range(60):
+        fleet.tick(new_w=310.0)
+    assert not fleet.machine.statuses["a"].is_compliant
+
+
+def test_a_predicted_excess_counts_where_a_jobs_power_is_not_measured() -> None:
+    fleet = Fleet(replace(UNPLANNED, job_id="unmeasured"))
+    fleet.machine.handle(budget(300.0), fleet.now_s)
+    for _ in range(60):
+        fleet.now_s += 1
+        fleet.machine.handle(PowerMeasured(1.0, {}, {}), fleet.now_s)
+        fleet.machine.handle(Tick(), fleet.now_s)
+    assert fleet.machine.statuses["a"].to_pause == ("unmeasured",)
 
 
 def test_a_max_clock_stays_despite_low_power_and_ends_with_the_limit() -> None:

@@ -18,15 +18,17 @@ def budget_table(budgets: Iterable[Budget]) -> Table:
             budget.budget_id,
             budget.feed,
             BudgetState.Name(budget.state).removeprefix("BUDGET_STATE_").lower().replace("_", " "),
-            limit_text(
-                budget.limit_w,
-                budget.percent if budget.HasField("percent") else None,
-                budget.ramp_w_per_s if budget.HasField("ramp_w_per_s") else None,
-            ),
+            _limit(budget),
             f"{_shown(budget.start_time)} –\n{_until(budget)}",
             ", ".join(filter(None, (budget.principal, budget.correlation_id))),
         )
     return table
+
+
+def budget_text(budget: Budget) -> str:
+    """Return a budget in one line."""
+    span = f"{_shown(budget.start_time)} – {_until(budget)}"
+    return f"{budget.budget_id}, feed {budget.feed}, {_limit(budget)} W, {span}"
 
 
 def limit_text(limit_w: float, percent: float | None, ramp_w_per_s: float | None) -> str:
@@ -110,6 +112,14 @@ def _conflicts(feed: FeedState) -> str:
     if not feed.conflicting_gpu_count:
         return ""
     return f", {feed.conflicting_gpu_count} GPUs with conflicting readings"
+
+
+def _limit(budget: Budget) -> str:
+    return limit_text(
+        budget.limit_w,
+        budget.percent if budget.HasField("percent") else None,
+        budget.ramp_w_per_s if budget.HasField("ramp_w_per_s") else None,
+    )
 
 
 def _until(budget: Budget) -> str:

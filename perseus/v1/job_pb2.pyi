@@ -200,7 +200,7 @@ class OperatingPolicy(google.protobuf.message.Message):
     """Slower than stock (NoSlowdownTime) by at most this many percent; 0 to 100."""
     max_average_power_w: builtins.float
     """As fast as a cap on a pipeline's average power over an iteration allows, watts, all its GPUs together;
-    1e-3 to 1e10. If no plan meets the cap, the plan of least power.
+    1e-3 to 1e10. If no plan meets the cap, the plan of least power, and state_reason says so.
     """
     @property
     def no_slowdown(self) -> Global___NoSlowdown:
@@ -345,7 +345,8 @@ Global___WorkUntil: typing_extensions.TypeAlias = WorkUntil
 @typing.final
 class Deadline(google.protobuf.message.Message):
     """A number of iterations within a time. This sets a target iteration time, for whole measured iterations; set it
-    again to account for the time that has passed since. If no plan meets the target, the job runs at T_min.
+    again to account for the time that has passed since. If no plan meets the target, the job runs at T_min, and
+    state_reason says so.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -704,8 +705,8 @@ class JobFigures(google.protobuf.message.Message):
     energy_j: builtins.float
     """Energy of that iteration, joules, over all GPUs of the job; absent if none was measured."""
     power_w: builtins.float
-    """Power in that iteration, watts, over all GPUs of the job; absent if no energy was measured. 0 once the job has
-    finished.
+    """Power in that iteration, watts, over all GPUs of the job; absent if no energy was measured, or if a rank has been
+    lost since. 0 once the job has finished.
     """
     mean_iteration_time_s: builtins.float
     """Mean iteration time under the currently offered clocks, seconds, of the slowest pipeline; absent before the first
@@ -717,8 +718,8 @@ class JobFigures(google.protobuf.message.Message):
     """T' of the slowest known straggler, seconds; absent without one."""
     @property
     def saving(self) -> Global___Saving:
-        """Comparison of these iterations with the latest stock baseline; absent without one, and at the baseline. Once the
-        job has finished, that of its last period.
+        """Comparison of these iterations with the latest stock baseline; absent without one, and where no plans are offered.
+        Once the job has finished, that of its last period, if it ran under plans.
         """
 
     def __init__(
@@ -837,6 +838,7 @@ class Job(google.protobuf.message.Message):
     LABELS_FIELD_NUMBER: builtins.int
     NEXT_STEP_FIELD_NUMBER: builtins.int
     THINNED_BATCH_COUNT_FIELD_NUMBER: builtins.int
+    ITERATION_OVERHEAD_S_FIELD_NUMBER: builtins.int
     SPEC_FIELD_NUMBER: builtins.int
     STRAGGLERS_FIELD_NUMBER: builtins.int
     PLANNED_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
@@ -849,7 +851,7 @@ class Job(google.protobuf.message.Message):
     state: Global___JobState.ValueType
     """Its state."""
     state_reason: builtins.str
-    """The reason for that state, or for a stall in it; one sentence for people."""
+    """The reason for that state, for a stall in it, or for plans that miss the policy; one sentence for people."""
     epoch: builtins.str
     """Epoch of the coordinator's state: changes only if the coordinator has lost state."""
     profiled_clock_count: builtins.int
@@ -877,7 +879,7 @@ class Job(google.protobuf.message.Message):
     before the job is solved.
     """
     budget_target_iteration_time_s: builtins.float
-    """The budget target on the frontier's scale, seconds; absent while no power budget limits the job."""
+    """The budget target on the frontier's scale, seconds; absent while no power budget slows the job's plans down."""
     next_step: builtins.str
     """What to do next about a job that stands still or is at stock, with the command for it; a short sentence for people.
     Empty if there is nothing to do.
@@ -885,6 +887,10 @@ class Job(google.protobuf.message.Message):
     thinned_batch_count: builtins.int
     """How many batches of this run's telemetry the coordinator took without their rows of computations, or acknowledged
     without taking their sums either, since its last start: agents sent more than it could take in time.
+    """
+    iteration_overhead_s: builtins.float
+    """The part of a measured iteration that the frontier leaves out (transfers, the optimizer), seconds: a time on the
+    frontier's scale plus this compares with measured times. Absent before the job is solved.
     """
     @property
     def parallelism(self) -> Global___Parallelism:
@@ -984,13 +990,17 @@ class Job(google.protobuf.message.Message):
         labels: collections.abc.Iterable[Global___Label] | None = ...,
         next_step: builtins.str = ...,
         thinned_batch_count: builtins.int = ...,
+        iteration_overhead_s: builtins.float | None = ...,
         spec: Global___JobSpec | None = ...,
         stragglers: collections.abc.Iterable[Global___Straggler] | None = ...,
         planned_iteration_time_s: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_budget_target_iteration_time_s", b"_budget_target_iteration_time_s", "baseline", b"baseline", "budget_target_iteration_time_s", b"budget_target_iteration_time_s", "create_time", b"create_time", "figures", b"figures", "finish_time", b"finish_time", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "signal_target", b"signal_target", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_budget_target_iteration_time_s", b"_budget_target_iteration_time_s", "baseline", b"baseline", "budget_target_iteration_time_s", b"budget_target_iteration_time_s", "create_time", b"create_time", "epoch", b"epoch", "figures", b"figures", "finish_time", b"finish_time", "job_id", b"job_id", "labels", b"labels", "last_event_sequence", b"last_event_sequence", "latency_cost_percent", b"latency_cost_percent", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "next_step", b"next_step", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "run_number", b"run_number", "set_latency_s", b"set_latency_s", "signal_target", b"signal_target", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s", "thinned_batch_count", b"thinned_batch_count"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_budget_target_iteration_time_s", b"_budget_target_iteration_time_s", "_iteration_overhead_s", b"_iteration_overhead_s", "baseline", b"baseline", "budget_target_iteration_time_s", b"budget_target_iteration_time_s", "create_time", b"create_time", "figures", b"figures", "finish_time", b"finish_time", "iteration_overhead_s", b"iteration_overhead_s", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "signal_target", b"signal_target", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_budget_target_iteration_time_s", b"_budget_target_iteration_time_s", "_iteration_overhead_s", b"_iteration_overhead_s", "baseline", b"baseline", "budget_target_iteration_time_s", b"budget_target_iteration_time_s", "create_time", b"create_time", "epoch", b"epoch", "figures", b"figures", "finish_time", b"finish_time", "iteration_overhead_s", b"iteration_overhead_s", "job_id", b"job_id", "labels", b"labels", "last_event_sequence", b"last_event_sequence", "latency_cost_percent", b"latency_cost_percent", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "next_step", b"next_step", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "run_number", b"run_number", "set_latency_s", b"set_latency_s", "signal_target", b"signal_target", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s", "thinned_batch_count", b"thinned_batch_count"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_budget_target_iteration_time_s", b"_budget_target_iteration_time_s"]) -> typing.Literal["budget_target_iteration_time_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_iteration_overhead_s", b"_iteration_overhead_s"]) -> typing.Literal["iteration_overhead_s"] | None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eperseus/v1/power_service.proto\x12\nperseus.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x98\x03\n\x06\x42udget\x12\x11\n\tbudget_id\x18\x01 \x01(\t\x12\x0c\n\x04\x66\x65\x65\x64\x18\x02 \x01(\t\x12\x0f\n\x07limit_w\x18\x03 \x01(\x01\x12\x14\n\x07percent\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12.\n\nstart_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x19\n\x0cramp_w_per_s\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\x0e\x63orrelation_id\x18\x08 \x01(\t\x12,\n\x08set_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x63\x61ncel_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12&\n\x05state\x18\x0b \x01(\x0e\x32\x17.perseus.v1.BudgetState\x12\x11\n\tprincipal\x18\x0c \x01(\tB\n\n\x08_percentB\x0f\n\r_ramp_w_per_s\"\xbe\x04\n\tFeedState\x12\x0c\n\x04\x66\x65\x65\x64\x18\x01 \x01(\t\x12\x18\n\x0breference_w\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07limit_w\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x0bpower_cap_w\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\nmeasured_w\x18\x05 \x01(\x01\x12\x11\n\tmanaged_w\x18\x06 \x01(\x01\x12\x13\n\x0bunmanaged_w\x18\x07 \x01(\x01\x12\x14\n\x0cis_compliant\x18\x08 \x01(\x08\x12\x18\n\x10is_in_transition\x18\t \x01(\x08\x12\x18\n\x10job_ids_to_pause\x18\n \x03(\t\x12 \n\x18job_ids_beyond_tolerance\x18\x0b \x03(\t\x12\x16\n\x0eslowed_job_ids\x18\x0c \x03(\t\x12\x18\n\x0bown_limit_w\x18\r \x01(\x01H\x03\x88\x01\x01\x12\x16\n\tdefault_w\x18\x0e \x01(\x01H\x04\x88\x01\x01\x12\x15\n\x08judged_w\x18\x0f \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x15\x63onflicting_gpu_count\x18\x10 \x01(\x05\x12\x1a\n\rjudged_mean_w\x18\x11 \x01(\x01H\x06\x88\x01\x01\x12\x10\n\x08judged_s\x18\x12 \x01(\x01\x12\x1a\n\x12is_above_power_cap\x18\x13 \x01(\x08\x42\x0e\n\x0c_reference_wB\n\n\x08_limit_wB\x0e\n\x0c_power_cap_wB\x0e\n\x0c_own_limit_wB\x0c\n\n_default_wB\x0b\n\t_judged_wB\x10\n\x0e_judged_mean_w\"\x99\x02\n\x10SetBudgetRequest\x12\x11\n\tbudget_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04\x66\x65\x65\x64\x18\x03 \x01(\t\x12\x11\n\x07limit_w\x18\x04 \x01(\x01H\x00\x12\x11\n\x07percent\x18\x05 \x01(\x01H\x00\x12.\n\nstart_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x19\n\x0cramp_w_per_s\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\x0e\x63orrelation_id\x18\t \x01(\tB\x08\n\x06\x61mountB\x0f\n\r_ramp_w_per_s\"7\n\x11SetBudgetResponse\x12\"\n\x06\x62udget\x18\x01 \x01(\x0b\x32\x12.perseus.v1.Budget\"I\n\x12ListBudgetsRequest\x12\x0c\n\x04\x66\x65\x65\x64\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"S\n\x13ListBudgetsResponse\x12#\n\x07\x62udgets\x18\x01 \x03(\x0b\x32\x12.perseus.v1.Budget\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"(\n\x13\x43\x61ncelBudgetRequest\x12\x11\n\tbudget_id\x18\x01 \x01(\t\":\n\x14\x43\x61ncelBudgetResponse\x12\"\n\x06\x62udget\x18\x01 \x01(\x0b\x32\x12.perseus.v1.Budget\"\x12\n\x10ListFeedsRequest\"9\n\x11ListFeedsResponse\x12$\n\x05\x66\x65\x65\x64s\x18\x01 \x03(\x0b\x32\x15.perseus.v1.FeedState\"!\n\x11WatchFeedsRequest\x12\x0c\n\x04\x66\x65\x65\x64\x18\x01 \x01(\t\"9\n\x12WatchFeedsResponse\x12#\n\x04\x66\x65\x65\x64\x18\x01 \x01(\x0b\x32\x15.perseus.v1.FeedState*\x96\x01\n\x0b\x42udgetState\x12\x1c\n\x18\x42UDGET_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x42UDGET_STATE_SCHEDULED\x10\x01\x12\x19\n\x15\x42UDGET_STATE_IN_FORCE\x10\x02\x12\x16\n\x12\x42UDGET_STATE_ENDED\x10\x03\x12\x1a\n\x16\x42UDGET_STATE_CANCELLED\x10\x04\x32\x94\x03\n\x0cPowerService\x12H\n\tSetBudget\x12\x1c.perseus.v1.SetBudgetRequest\x1a\x1d.perseus.v1.SetBudgetResponse\x12N\n\x0bListBudgets\x12\x1e.perseus.v1.ListBudgetsRequest\x1a\x1f.perseus.v1.ListBudgetsResponse\x12Q\n\x0c\x43\x61ncelBudget\x12\x1f.perseus.v1.CancelBudgetRequest\x1a .perseus.v1.CancelBudgetResponse\x12H\n\tListFeeds\x12\x1c.perseus.v1.ListFeedsRequest\x1a\x1d.perseus.v1.ListFeedsResponse\x12M\n\nWatchFeeds\x12\x1d.perseus.v1.WatchFeedsRequest\x1a\x1e.perseus.v1.WatchFeedsResponse0\x01\x42\x31\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eperseus/v1/power_service.proto\x12\nperseus.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x98\x03\n\x06\x42udget\x12\x11\n\tbudget_id\x18\x01 \x01(\t\x12\x0c\n\x04\x66\x65\x65\x64\x18\x02 \x01(\t\x12\x0f\n\x07limit_w\x18\x03 \x01(\x01\x12\x14\n\x07percent\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12.\n\nstart_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x19\n\x0cramp_w_per_s\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\x0e\x63orrelation_id\x18\x08 \x01(\t\x12,\n\x08set_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x63\x61ncel_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12&\n\x05state\x18\x0b \x01(\x0e\x32\x17.perseus.v1.BudgetState\x12\x11\n\tprincipal\x18\x0c \x01(\tB\n\n\x08_percentB\x0f\n\r_ramp_w_per_s\"\xbe\x04\n\tFeedState\x12\x0c\n\x04\x66\x65\x65\x64\x18\x01 \x01(\t\x12\x18\n\x0breference_w\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07limit_w\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x0bpower_cap_w\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\nmeasured_w\x18\x05 \x01(\x01\x12\x11\n\tmanaged_w\x18\x06 \x01(\x01\x12\x13\n\x0bunmanaged_w\x18\x07 \x01(\x01\x12\x14\n\x0cis_compliant\x18\x08 \x01(\x08\x12\x18\n\x10is_in_transition\x18\t \x01(\x08\x12\x18\n\x10job_ids_to_pause\x18\n \x03(\t\x12 \n\x18job_ids_beyond_tolerance\x18\x0b \x03(\t\x12\x16\n\x0eslowed_job_ids\x18\x0c \x03(\t\x12\x18\n\x0bown_limit_w\x18\r \x01(\x01H\x03\x88\x01\x01\x12\x16\n\tdefault_w\x18\x0e \x01(\x01H\x04\x88\x01\x01\x12\x15\n\x08judged_w\x18\x0f \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x15\x63onflicting_gpu_count\x18\x10 \x01(\x05\x12\x1a\n\rjudged_mean_w\x18\x11 \x01(\x01H\x06\x88\x01\x01\x12\x10\n\x08judged_s\x18\x12 \x01(\x01\x12\x1a\n\x12is_above_power_cap\x18\x13 \x01(\x08\x42\x0e\n\x0c_reference_wB\n\n\x08_limit_wB\x0e\n\x0c_power_cap_wB\x0e\n\x0c_own_limit_wB\x0c\n\n_default_wB\x0b\n\t_judged_wB\x10\n\x0e_judged_mean_w\"\x99\x02\n\x10SetBudgetRequest\x12\x11\n\tbudget_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04\x66\x65\x65\x64\x18\x03 \x01(\t\x12\x11\n\x07limit_w\x18\x04 \x01(\x01H\x00\x12\x11\n\x07percent\x18\x05 \x01(\x01H\x00\x12.\n\nstart_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x19\n\x0cramp_w_per_s\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\x0e\x63orrelation_id\x18\t \x01(\tB\x08\n\x06\x61mountB\x0f\n\r_ramp_w_per_s\"]\n\x11SetBudgetResponse\x12\"\n\x06\x62udget\x18\x01 \x01(\x0b\x32\x12.perseus.v1.Budget\x12$\n\x08replaced\x18\x02 \x01(\x0b\x32\x12.perseus.v1.Budget\"I\n\x12ListBudgetsRequest\x12\x0c\n\x04\x66\x65\x65\x64\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"S\n\x13ListBudgetsResponse\x12#\n\x07\x62udgets\x18\x01 \x03(\x0b\x32\x12.perseus.v1.Budget\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"(\n\x13\x43\x61ncelBudgetRequest\x12\x11\n\tbudget_id\x18\x01 \x01(\t\":\n\x14\x43\x61ncelBudgetResponse\x12\"\n\x06\x62udget\x18\x01 \x01(\x0b\x32\x12.perseus.v1.Budget\"\x12\n\x10ListFeedsRequest\"9\n\x11ListFeedsResponse\x12$\n\x05\x66\x65\x65\x64s\x18\x01 \x03(\x0b\x32\x15.perseus.v1.FeedState\"!\n\x11WatchFeedsRequest\x12\x0c\n\x04\x66\x65\x65\x64\x18\x01 \x01(\t\"9\n\x12WatchFeedsResponse\x12#\n\x04\x66\x65\x65\x64\x18\x01 \x01(\x0b\x32\x15.perseus.v1.FeedState*\x96\x01\n\x0b\x42udgetState\x12\x1c\n\x18\x42UDGET_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x42UDGET_STATE_SCHEDULED\x10\x01\x12\x19\n\x15\x42UDGET_STATE_IN_FORCE\x10\x02\x12\x16\n\x12\x42UDGET_STATE_ENDED\x10\x03\x12\x1a\n\x16\x42UDGET_STATE_CANCELLED\x10\x04\x32\x94\x03\n\x0cPowerService\x12H\n\tSetBudget\x12\x1c.perseus.v1.SetBudgetRequest\x1a\x1d.perseus.v1.SetBudgetResponse\x12N\n\x0bListBudgets\x12\x1e.perseus.v1.ListBudgetsRequest\x1a\x1f.perseus.v1.ListBudgetsResponse\x12Q\n\x0c\x43\x61ncelBudget\x12\x1f.perseus.v1.CancelBudgetRequest\x1a .perseus.v1.CancelBudgetResponse\x12H\n\tListFeeds\x12\x1c.perseus.v1.ListFeedsRequest\x1a\x1d.perseus.v1.ListFeedsResponse\x12M\n\nWatchFeeds\x12\x1d.perseus.v1.WatchFeedsRequest\x1a\x1e.perseus.v1.WatchFeedsResponse0\x01\x42\x31\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'perseus.v1.power_service_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\nperseus.v1P\001Z\024perseus/v1;perseusv1\252\002\nPerseus.V1'
-  _globals['_BUDGETSTATE']._serialized_start=1844
-  _globals['_BUDGETSTATE']._serialized_end=1994
+  _globals['_BUDGETSTATE']._serialized_start=1882
+  _globals['_BUDGETSTATE']._serialized_end=2032
   _globals['_BUDGET']._serialized_start=80
   _globals['_BUDGET']._serialized_end=488
   _globals['_FEEDSTATE']._serialized_start=491
@@ -42,23 +42,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SETBUDGETREQUEST']._serialized_start=1068
   _globals['_SETBUDGETREQUEST']._serialized_end=1349
   _globals['_SETBUDGETRESPONSE']._serialized_start=1351
-  _globals['_SETBUDGETRESPONSE']._serialized_end=1406
-  _globals['_LISTBUDGETSREQUEST']._serialized_start=1408
-  _globals['_LISTBUDGETSREQUEST']._serialized_end=1481
-  _globals['_LISTBUDGETSRESPONSE']._serialized_start=1483
-  _globals['_LISTBUDGETSRESPONSE']._serialized_end=1566
-  _globals['_CANCELBUDGETREQUEST']._serialized_start=1568
-  _globals['_CANCELBUDGETREQUEST']._serialized_end=1608
-  _globals['_CANCELBUDGETRESPONSE']._serialized_start=1610
-  _globals['_CANCELBUDGETRESPONSE']._serialized_end=1668
-  _globals['_LISTFEEDSREQUEST']._serialized_start=1670
-  _globals['_LISTFEEDSREQUEST']._serialized_end=1688
-  _globals['_LISTFEEDSRESPONSE']._serialized_start=1690
-  _globals['_LISTFEEDSRESPONSE']._serialized_end=1747
-  _globals['_WATCHFEEDSREQUEST']._serialized_start=1749
-  _globals['_WATCHFEEDSREQUEST']._serialized_end=1782
-  _globals['_WATCHFEEDSRESPONSE']._serialized_start=1784
-  _globals['_WATCHFEEDSRESPONSE']._serialized_end=1841
-  _globals['_POWERSERVICE']._serialized_start=1997
-  _globals['_POWERSERVICE']._serialized_end=2401
+  _globals['_SETBUDGETRESPONSE']._serialized_end=1444
+  _globals['_LISTBUDGETSREQUEST']._serialized_start=1446
+  _globals['_LISTBUDGETSREQUEST']._serialized_end=1519
+  _globals['_LISTBUDGETSRESPONSE']._serialized_start=1521
+  _globals['_LISTBUDGETSRESPONSE']._serialized_end=1604
+  _globals['_CANCELBUDGETREQUEST']._serialized_start=1606
+  _globals['_CANCELBUDGETREQUEST']._serialized_end=1646
+  _globals['_CANCELBUDGETRESPONSE']._serialized_start=1648
+  _globals['_CANCELBUDGETRESPONSE']._serialized_end=1706
+  _globals['_LISTFEEDSREQUEST']._serialized_start=1708
+  _globals['_LISTFEEDSREQUEST']._serialized_end=1726
+  _globals['_LISTFEEDSRESPONSE']._serialized_start=1728
+  _globals['_LISTFEEDSRESPONSE']._serialized_end=1785
+  _globals['_WATCHFEEDSREQUEST']._serialized_start=1787
+  _globals['_WATCHFEEDSREQUEST']._serialized_end=1820
+  _globals['_WATCHFEEDSRESPONSE']._serialized_start=1822
+  _globals['_WATCHFEEDSRESPONSE']._serialized_end=1879
+  _globals['_POWERSERVICE']._serialized_start=2035
+  _globals['_POWERSERVICE']._serialized_end=2439
 # @@protoc_insertion_point(module_scope)

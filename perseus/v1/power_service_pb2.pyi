@@ -169,7 +169,9 @@ class FeedState(google.protobuf.message.Message):
     unmanaged_w: builtins.float
     """Recent power of all else, watts: jobs at stock, at their baseline or in profiling, and GPUs without a rank."""
     is_compliant: builtins.bool
-    """Whether plans and measurements keep the limit, or can't be judged yet."""
+    """Whether the limit is kept: not if measured power exceeds it, or if plans can't keep it and no measurement shows that
+    it is kept nevertheless.
+    """
     is_in_transition: builtins.bool
     """Whether the power cap is ramping to or from a limit, or was a few seconds ago."""
     own_limit_w: builtins.float
@@ -317,17 +319,23 @@ class SetBudgetResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BUDGET_FIELD_NUMBER: builtins.int
+    REPLACED_FIELD_NUMBER: builtins.int
     @property
     def budget(self) -> Global___Budget:
         """The budget."""
+
+    @property
+    def replaced(self) -> Global___Budget:
+        """The budget that it replaced, as it was; absent if there was none of that identifier, or that one was over."""
 
     def __init__(
         self,
         *,
         budget: Global___Budget | None = ...,
+        replaced: Global___Budget | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["budget", b"budget"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["budget", b"budget"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["budget", b"budget", "replaced", b"replaced"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["budget", b"budget", "replaced", b"replaced"]) -> None: ...
 
 Global___SetBudgetResponse: typing_extensions.TypeAlias = SetBudgetResponse
 

@@ -52,6 +52,30 @@ def test_a_budget_is_set_listed_seen_on_its_feed_and_cancelled(environment: dict
     assert "cancelled" in cancelled.stdout
 
 
+def test_a_replaced_budget_is_shown(environment: dict[str, str]) -> None:
+    made = perseus(environment, "power", "set", "night", "--limit-w", "900", "--end", "2h")
+    assert made.stderr == ""
+    again = perseus(environment, "power", "set", "night", "--limit-w", "800", "--format", "json")
+    assert again.stderr.startswith("replaced: night, feed default, 900 W, ")
+    assert json.loads(again.stdout)["limit_w"] == 800.0
+    perseus(environment, "power", "cancel", "night")
+    assert perseus(environment, "power", "set", "night", "--limit-w", "700").stderr == "", "it was over"
+    perseus(environment, "power", "cancel", "night")
+
+
+@pytest.mark.parametrize("limit", ["--limit-w", "--percent"])
+def test_a_limit_of_nothing_is_set_only_after_a_question(environment: dict[str, str], limit: str) -> None:
+    asked = CliRunner().invoke(app, ["power", "set", "zero", limit, "0"], env=environment, input="n\n")
+    assert asked.exit_code == 1
+    assert "0 W slow every job on feed 'default'" in asked.stderr
+    assert "zero" not in perseus(environment, "power", "list").stdout
+
+
+def test_a_limit_of_nothing_is_set_without_a_question_if_so_asked(environment: dict[str, str]) -> None:
+    assert perseus(environment, "power", "set", "zero", "--limit-w", "0", "--yes").exit_code == 0
+    perseus(environment, "power", "cancel", "zero")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -30,8 +30,12 @@ class PowerService(power_service_pb2_grpc.PowerServiceServicer):
     @mapped
     async def SetBudget(self, request: pb.SetBudgetRequest, context: Context) -> pb.SetBudgetResponse:
         """Set or replace a power budget."""
-        record = await self._power.set_budget(wanted_from_proto(request), caller())
-        return pb.SetBudgetResponse(budget=budget_to_proto(record, self._power.now_s()))
+        record, replaced = await self._power.set_budget(wanted_from_proto(request), caller())
+        now_s = self._power.now_s()
+        return pb.SetBudgetResponse(
+            budget=budget_to_proto(record, now_s),
+            replaced=None if replaced is None else budget_to_proto(replaced, now_s),
+        )
 
     @mapped
     async def ListBudgets(self, request: pb.ListBudgetsRequest, context: Context) -> pb.ListBudgetsResponse:

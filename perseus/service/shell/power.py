@@ -163,10 +163,12 @@ class Power:
 
     # ------------------------------------------------------------------ clients' requests
 
-    async def set_budget(self, wanted: BudgetRequest, principal: Principal) -> BudgetRecord:
-        """Set or replace a budget, durably; a repeated request changes nothing.
+    async def set_budget(
+        self, wanted: BudgetRequest, principal: Principal
+    ) -> tuple[BudgetRecord, BudgetRecord | None]:
+        """Set a budget, durably; return it and the one that it replaced, if that was not over.
 
-        One that an operator replaces keeps its owner.
+        A repeated request changes nothing. One that an operator replaces keeps its owner.
 
         Raises:
             InvalidFieldError: the request is invalid.
@@ -183,7 +185,7 @@ class Power:
             known.check_owner(principal)
         if known is not None and known.request_id == wanted.request_id:
             await self._writer.flush()  # it may not be stored yet
-            return known
+            return known, None
         now_s = self.now_s()
         start_s = now_s if wanted.start_s is None else wanted.start_s
         _check_times(start_s, wanted.end_s, now_s)
@@ -206,7 +208,7 @@ class Power:
             self._quotas.check_budgets(owner, sum(not record.is_over(now_s) for record in others))
         record = BudgetRecord(budget, wanted.request_id, owner, now_s, wanted.percent)
         await self._put(record, BudgetSet(budget), principal)
-        return record
+        return record, None if known is None or known.is_over(now_s) else known
 
     async def cancel_budget(self, budget_id: str, principal: Principal) -> BudgetRecord:
         """End a budget, durably; do nothing if it is over.

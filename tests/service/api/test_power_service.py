@@ -128,6 +128,15 @@ async def test_a_request_sets_a_budget_once_and_another_one_replaces_it(tmp_path
         second = await power.set(request_id="another", limit_w=800.0, start_s=time.time() + 60)
         assert (second.limit_w, second.state) == (800.0, pb.BUDGET_STATE_SCHEDULED)
         assert list((await power.listed()).budgets) == [second]
+        third = await power.stub.SetBudget(
+            pb.SetBudgetRequest(budget_id="b", request_id="third", limit_w=700.0), timeout=TIMEOUT_S
+        )
+        assert (third.budget.limit_w, third.replaced) == (700.0, second)
+        await power.cancel()
+        fourth = await power.stub.SetBudget(
+            pb.SetBudgetRequest(budget_id="b", request_id="fourth", limit_w=600.0), timeout=TIMEOUT_S
+        )
+        assert not fourth.HasField("replaced"), "it was cancelled"
 
 
 async def test_budgets_are_listed_in_pages_and_cancelled_once(tmp_path: Path) -> None:

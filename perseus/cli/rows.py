@@ -34,6 +34,26 @@ EnumDescriptor: TypeAlias = Any
 Row = Mapping[str, Any]
 
 _TIME = "google.protobuf.Timestamp"
+_UNKNOWN_WHILE_ZERO = {
+    f"perseus.v1.{field}": deciding or field.split(".")[1]
+    for field, deciding in {
+        "Baseline.energy_j": "",
+        "GpuLimitsChanged.before_power_limit_w": "",
+        "GpuLimitsChanged.power_limit_w": "",
+        "Job.latency_cost_percent": "t_min_s",
+        "Job.max_planned_iteration_time_s": "",
+        "Job.min_planned_iteration_time_s": "",
+        "Job.set_latency_s": "",
+        "Job.t_min_s": "",
+        "Job.t_slow_s": "",
+        "Job.t_star_s": "",
+        "Rank.power_limit_w": "",
+        "Solved.set_latency_s": "",
+        "Straggler.iteration_time_s": "",
+        "StragglerReported.target_time_s": "",
+    }.items()
+}
+"""Fields that are unknown, not 0, while a field of their message is 0: another one, or they themselves."""
 _WORD_BEGIN = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
@@ -114,6 +134,9 @@ def row_of(message: "Message") -> dict[str, Any]:
 
 def _value(message: "Message", field: FieldDescriptor, is_present: bool) -> Any:
     if field.has_presence and not is_present:
+        return None
+    deciding = _UNKNOWN_WHILE_ZERO.get(field.full_name)
+    if deciding is not None and not getattr(message, deciding):
         return None
     value = getattr(message, field.name)
     if field.is_repeated:

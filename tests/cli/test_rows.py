@@ -4,6 +4,8 @@ import csv
 import io
 import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from perseus.cli import terminal
-from perseus.cli.rows import Format, row_of, show_message, show_messages, show_rows
+from perseus.cli.rows import _UNKNOWN_WHILE_ZERO, Format, row_of, show_message, show_messages, show_rows
 from perseus.v1 import event_pb2, job_pb2, rank_pb2, token_service_pb2
 
 JOB = job_pb2.Job(
@@ -42,9 +44,33 @@ def test_json_has_the_contracts_names_and_plain_values() -> None:
     assert row["finish_time"] is None
     assert row["baseline"] == {"iteration_time_s": 1.25, "energy_j": None, "has_timeline": True}
     assert row["planned_iteration_time_s"] == [1.5, 1.25]
-    assert row["stragglers"] == [{"pipeline": 1, "iteration_time_s": 0.0, "is_detected": False}]
+    assert row["stragglers"] == [{"pipeline": 1, "iteration_time_s": None, "is_detected": False}]
     assert row["policy"] == {"max_slowdown_percent": 2.5, "budget_terms": None}
     assert set(row) == {field.name for field in job_pb2.Job.DESCRIPTOR.fields}
+
+
+def test_times_of_a_job_without_a_frontier_are_null_and_a_cost_of_nothing_is_not() -> None:
+    names = ("t_min_s", "t_star_s", "t_slow_s", "latency_cost_percent", "set_latency_s")
+    assert [row_of(JOB)[name] for name in names] == [None] * 5
+    solved = job_pb2.Job(t_min_s=1.0, t_star_s=1.5, t_slow_s=2.0)
+    assert [row_of(solved)[name] for name in names] == [1.0, 1.5, 2.0, 0.0, None]
+
+
+def test_every_field_whose_zero_is_unknown_by_the_contract_is_null_then() -> None:
+    expected = set()
+    for file in ("job", "rank", "event"):
+        text = (Path(__file__).parents[2] / "protos" / "perseus" / "v1" / f"{file}.proto").read_text()
+        message = comment = ""
+        for line in map(str.strip, text.splitlines()):
+            if line.startswith("//"):
+                comment += f" {line.removeprefix('//').strip()}"
+                continue
+            if begin := re.match(r"message (\w+)", line):
+                message = begin[1]
+            elif re.search(r"[;.] 0 (while|if|if it was) unknown|; 0 before the job is", comment):
+                expected.add(f"perseus.v1.{message}.{line.split()[1]}")
+            comment = ""
+    assert set(_UNKNOWN_WHILE_ZERO) == expected
 
 
 def test_an_unset_optional_is_null_and_a_oneof_has_only_its_set_field() -> None:

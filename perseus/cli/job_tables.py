@@ -39,16 +39,27 @@ def job_table(jobs: Iterable[job_pb2.Job]) -> Table:
             state_name(job.state) + (f", {count} straggler{'s' * (count != 1)}" if count else ""),
             _layout(layout),
             f"{job.rank_counts.connected_count}/{rank_count}",
-            seconds(job.t_min_s) if job.t_min_s else "",
+            seconds(measured_scale_s(job, job.t_min_s)) if job.t_min_s else "",
             power_text(figures),
-            f"{figures.saving.energy_percent:+z.1f} %" if figures.saving.HasField("energy_percent") else "",
+            saved_text(figures),
         )
     return table
+
+
+def measured_scale_s(job: job_pb2.Job, time_s: float) -> float:
+    """Return a time on the frontier's scale as an iteration of the job is measured."""
+    return time_s + job.iteration_overhead_s
 
 
 def power_text(figures: job_pb2.JobFigures) -> str:
     """Return a job's power; empty if it is unknown."""
     return f"{figures.power_w / 1000:.2f} kW" if figures.HasField("power_w") else ""
+
+
+def saved_text(figures: job_pb2.JobFigures) -> str:
+    """Return the energy that a job saves against stock; empty if it is unknown."""
+    saving = figures.saving
+    return f"{saving.energy_percent:+z.1f} %" if saving.HasField("energy_percent") else ""
 
 
 def run_table(runs: Iterable[job_pb2.Job]) -> Table:
@@ -80,7 +91,8 @@ def job_facts(job: job_pb2.Job, advice: str = "") -> Table:
         "lost": counts.lost_count,
         "finished": counts.finished_count,
     }
-    frontier = f"T_min {seconds(job.t_min_s)}, T* {seconds(job.t_star_s)}, T_slow {seconds(job.t_slow_s)}"
+    times = {"T_min": job.t_min_s, "T*": job.t_star_s, "T_slow": job.t_slow_s}
+    frontier = ", ".join(f"{name} {seconds(measured_scale_s(job, time_s))}" for name, time_s in times.items())
     facts = {
         "job": job.job_id,
         "run": str(job.run_number),
@@ -89,10 +101,8 @@ def job_facts(job: job_pb2.Job, advice: str = "") -> Table:
         "pipelines × stages × tensor": _layout(job.parallelism),
         "ranks": ", ".join(f"{count} {state}" for state, count in ranks.items() if count),
         "policy": _policy(job.policy),
-        "signal": signal_target_text(job.signal_target, job.policy.WhichOneof("rule") or "")
-        if job.HasField("signal_target")
-        else "",
-        "power budget": f"holds it back: iterations of {seconds(job.budget_target_iteration_time_s)}"
+        "signal": signal_target_text(job) if job.HasField("signal_target") else "",
+        "power budget": f"holds it back: iterations of {budget_target_text(job)}"
         if job.HasField("budget_target_iteration_time_s")
         else "",
         "telemetry": f"{job.thinned_batch_count} batches thinned: agents sent more than the coordinator takes"
@@ -108,11 +118,11 @@ def job_facts(job: job_pb2.Job, advice: str = "") -> Table:
         "saved": _saved(job.figures),
         "set latency": _latency(job),
         "moving layers": advice,
-        "no slowdown": no_slowdown(job.no_slowdown_time) if job.HasField("no_slowdown_time") else "",
+        "no slowdown": no_slowdown(job) if job.HasField("no_slowdown_time") else "",
         "labels": ", ".join(f"{label.key}={printable(label.value)}" for label in job.labels),
         "stragglers": "\n".join(
             f"pipeline {each.pipeline}, {'detected' if each.is_detected else 'reported'}"
-            + (f": {seconds(each.iteration_time_s)}" if each.iteration_time_s else "")
+            + (f": {seconds(measured_scale_s(job, each.iteration_time_s))}" if each.iteration_time_s else "")
             for each in job.stragglers
         ),
         "registered": _moment(job.create_time),
@@ -141,38 +151,46 @@ def profiling_cost(cost: job_pb2.ProfilingCost, budget: job_pb2.ProfilingBudget)
     limits = [
         *([f"{budget.iteration_count} iterations"] if budget.HasField("iteration_count") else []),
         *([f"{budget.time_s:g} s"] if budget.HasField("time_s") else []),
-        *([f"{budget.extra_time_s:g} s more"] if budget.HasField("extra_time_s") else []),
-        *([f"{budget.extra_energy_j:g} J more"] if budget.HasField("extra_energy_j") else []),
+        *([f"{budget.extra_time_s:+g} s"] if budget.HasField("extra_time_s") else []),
+        *([f"{budget.extra_energy_j:+g} J"] if budget.HasField("extra_energy_j") else []),
     ]
+    sign = "+" if cost.extra_energy_j > 0 else ""
     return (
-        f"{cost.iteration_count} iterations, {cost.time_s:.1f} s, {joules(cost.energy_j)}: "
-        f"{cost.extra_time_s:.1f} s and {cost.extra_energy_j:+.0f} J more than at stock; "
-        f"at most {', '.join(limits) or 'any'}"
+        f"{cost.iteration_count} iterations, {cost.time_s:.1f} s, {joules(cost.energy_j)}; against stock "
+        f"{cost.extra_time_s:+z.1f} s, {sign}{joules(cost.extra_energy_j)}; "
+        f"budget: {', '.join(limits) or 'unlimited'}"
     )
 
 
-def no_slowdown(found: job_pb2.NoSlowdownTime) -> str:
+def no_slowdown(job: job_pb2.Job) -> str:
     """Return the longest iteration time that is no slowdown against stock, and its basis."""
+    limit = job.no_slowdown_time
     basis = {
-        job_pb2.NO_SLOWDOWN_BASIS_ALL_MAX: "every computation at its highest clock, as planned with",
-        job_pb2.NO_SLOWDOWN_BASIS_BASELINE: "the stock baseline, measured shorter than planned with",
-    }.get(found.basis, "")
-    return f"up to {seconds(found.iteration_time_s)}: {basis}"
+        job_pb2.NO_SLOWDOWN_BASIS_ALL_MAX: "every computation at its highest clock",
+        job_pb2.NO_SLOWDOWN_BASIS_BASELINE: "the stock baseline, shorter than predicted",
+    }.get(limit.basis, "")
+    return f"up to {seconds(measured_scale_s(job, limit.iteration_time_s))}: {basis}"
+
+
+def budget_target_text(job: job_pb2.Job) -> str:
+    """Return the iteration time to which a power budget slows a job down."""
+    return seconds(measured_scale_s(job, job.budget_target_iteration_time_s))
 
 
 def plan_table(job: job_pb2.Job) -> Table:
     """Return a table of the plans offered to a job's pipelines; pipelines with the same plan share a line."""
     table = Table()
     table.add_column("pipelines")
-    for column in ("planned iteration", "against stock"):
+    for column in ("planned iteration", "slowdown"):
         table.add_column(column, justify="right")
     pipelines: dict[float, list[int]] = defaultdict(list)
     for pipeline, time_s in enumerate(job.planned_iteration_time_s):
         pipelines[time_s].append(pipeline)
-    stock_s = job.no_slowdown_time.iteration_time_s or job.t_min_s
-    for time_s in sorted(pipelines):
+    stock_s = measured_scale_s(job, job.no_slowdown_time.iteration_time_s or job.t_min_s)
+    for planned_s in sorted(pipelines):
+        time_s = measured_scale_s(job, planned_s)
         slowdown_percent = 100 * (time_s / stock_s - 1) if stock_s else 0.0
-        table.add_row(_ranges(pipelines[time_s]), seconds(time_s), f"{slowdown_percent:+.1f} %")
+        table.add_row(_ranges(pipelines[planned_s]), seconds(time_s), f"{slowdown_percent:+z.1f} %")
     return table
 
 
@@ -225,7 +243,7 @@ def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
         box=None,
         padding=(0, 1, 0, 0),
         header_style="dim",
-        caption="mean ± half its 95 % interval; slowdown and saving against the latest stock baseline before",
+        caption="mean ± half its 95 % interval; slowdown and saved energy against the latest stock baseline",
         caption_justify="left",
     )
     table.add_column("period")
@@ -233,7 +251,7 @@ def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
     for column in ("iteration", "count"):
         table.add_column(column, justify="right")
     table.add_column("from – to (UTC)")
-    for column in ("time\nin s", "energy\nin J", "slowdown\nin %", "saving\nin %"):
+    for column in ("time\nin s", "energy\nin J", "slowdown\nin %", "saved\nin %"):
         table.add_column(column, justify="right")
     gaps = ""
     irregular: list[str] = []
@@ -346,19 +364,20 @@ def _time_for(least: job_pb2.LeastSignal) -> str:
     return f"within {extra.percent:g} % more time over {extra.horizon_s / 3600:g} h"
 
 
-def signal_target_text(signal_target: job_pb2.SignalTarget, kind: str) -> str:
+def signal_target_text(job: job_pb2.Job) -> str:
     """Return how a job follows its signal, and how far it is."""
+    signal_target = job.signal_target
     states = {
         job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL: "the signal is unknown: no slowdown",
         job_pb2.SIGNAL_TARGET_STATE_LATE: "no slowdown: the work can't be done in time",
         job_pb2.SIGNAL_TARGET_STATE_DONE: "no slowdown: the work is done, or its deadline has passed",
     }
-    slow = f"iterations of {seconds(signal_target.iteration_time_s)}"
+    slow = f"iterations of {seconds(measured_scale_s(job, signal_target.iteration_time_s))}"
     text = states.get(
         signal_target.state, slow if signal_target.HasField("iteration_time_s") else "no slowdown now"
     )
     if signal_target.HasField("value_per_kwh"):
-        unit = " g" if kind == "least_carbon" else ""
+        unit = " g" if job.policy.WhichOneof("rule") == "least_carbon" else ""
         text += f", at {signal_target.value_per_kwh:.4g}{unit} per kWh"
     done = f"{signal_target.done_count} of {signal_target.iteration_count:.0f} iterations"
     return (

@@ -321,9 +321,10 @@ def report(
     facts = [f"profiling took {profiling_cost(last.profiling_cost, last.profiling_budget)}"]
     if last.HasField("no_slowdown_time"):
         whole.no_slowdown_time.CopyFrom(last.no_slowdown_time)
-        facts.append(f"no slowdown: {no_slowdown(last.no_slowdown_time)}")
+    if job.HasField("no_slowdown_time"):
+        facts.append(f"no slowdown: {no_slowdown(job)}")
     if job.HasField("signal_target"):
-        facts.append(f"signal: {signal_target_text(job.signal_target, job.policy.WhichOneof('rule') or '')}")
+        facts.append(f"signal: {signal_target_text(job)}")
     if form is Format.JSON:
         print_json({**row_of(whole), "ledger": row_of(entry.account) if entry is not None else None})
         return

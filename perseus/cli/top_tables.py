@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from perseus.cli.amounts import seconds
-from perseus.cli.job_tables import power_text, rank_table, state_name
+from perseus.cli.job_tables import budget_target_text, power_text, rank_table, saved_text, state_name
 from perseus.cli.power_tables import feed_line, has_excess
 from perseus.v1 import job_pb2, power_service_pb2, rank_pb2
 
@@ -81,21 +81,19 @@ def _jobs(jobs: Iterable[job_pb2.Job]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for column in ("job", "state"):
         table.add_column(column, overflow="fold")
-    for column in ("GPUs", "iteration", "slowdown", "energy", "power"):
+    for column in ("GPUs", "iteration", "saved", "slowdown", "power"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("held by", overflow="fold")
     for job in jobs:
         layout, figures = job.parallelism, job.figures
         count = layout.pipeline_count * layout.stage_count * layout.tensor_count
-        saving = figures.saving if figures.HasField("saving") else None
-        saved = saving is not None and saving.HasField("energy_percent")
         table.add_row(
             Text(job.job_id),
             Text(state_name(job.state), style=_STYLES.get(job.state, "")),
             f"{job.rank_counts.connected_count}/{count}",
             seconds(figures.iteration_time_s) if figures.HasField("iteration_time_s") else "",
-            f"{saving.slowdown_percent:+.1f} %" if saving is not None else "",
-            f"{-saving.energy_percent:+.1f} %" if saving is not None and saved else "",
+            saved_text(figures),
+            f"{figures.saving.slowdown_percent:+z.1f} %" if figures.HasField("saving") else "",
             power_text(figures),
             Text(_holding(job)),
         )
@@ -110,5 +108,5 @@ def _holding(job: job_pb2.Job) -> str:
     if job.straggler_count:
         held.append(f"{job.straggler_count} straggler{'s' * (job.straggler_count != 1)}")
     if job.HasField("budget_target_iteration_time_s"):
-        held.append(f"a power budget: {seconds(job.budget_target_iteration_time_s)}")
+        held.append(f"a power budget: {budget_target_text(job)}")
     return "; ".join(held)

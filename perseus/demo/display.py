@@ -77,7 +77,7 @@ def _pipelines(observer: Observer) -> RenderableType:
             str(latest.number) if latest else "",
             f"{latest.time_s:.3f} s" if latest else "",
             f"{latest.energy_j:.0f} J" if latest else "",
-            f"{planned[pipeline]:.3f} s" if planned else "",
+            f"{planned[pipeline] + job.iteration_overhead_s:.3f} s" if planned else "",
             str(observer.in_force_version(pipeline) or "stock"),
         )
     return table
@@ -92,11 +92,11 @@ def phase_table(phases: list[Phase]) -> Table:
     """Return the closing table."""
     table = Table(
         title="Mean of an iteration, by the trainers' clocks and the energy counters",
-        caption="slowdown, saving: in time and energy, against the phase of the last column",
+        caption="slowdown, saved energy: against the phase of the last column",
         caption_justify="left",
     )
     table.add_column("phase", no_wrap=True)
-    for column in ("count", "iteration", "energy", "slowdown", "saving"):
+    for column in ("count", "iteration", "energy", "slowdown", "saved"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("against")
     for phase in phases:

@@ -214,7 +214,9 @@ JOB_SAVED_ENERGY = JOB.gauge(
 )
 JOB_ITERATION_TIME = JOB.gauge("job_iteration_seconds", "Time of the latest iteration.", "job_id")
 JOB_ITERATION_ENERGY = JOB.gauge("job_iteration_energy_joules", "Energy of the latest iteration.", "job_id")
-JOB_POWER = JOB.gauge("job_power_watts", "Power of all GPUs over the latest iteration.", "job_id")
+JOB_POWER = JOB.gauge(
+    "job_power_watts", "Power of all GPUs over the latest iteration; unknown once a rank is lost.", "job_id"
+)
 JOB_BASELINE_TIME = JOB.gauge("job_baseline_seconds", "Time of an iteration at stock.", "job_id")
 JOB_BASELINE_ENERGY = JOB.gauge("job_baseline_energy_joules", "Energy of an iteration at stock.", "job_id")
 JOB_MEASURED = JOB.gauge(
@@ -225,7 +227,7 @@ JOB_PREDICTED = JOB.gauge(
 )
 JOB_SAVING = JOB.gauge(
     "job_saving_ratio",
-    "Share of the stock baseline's energy saved, measured since the present clocks came into force.",
+    "Share of the stock baseline's energy saved, measured since the present plans came into force.",
     "job_id",
 )
 JOB_SAVING_ERROR = JOB.gauge("job_saving_error_ratio", "Standard error of that saving.", "job_id")
@@ -233,17 +235,20 @@ JOB_SLOWDOWN = JOB.gauge(
     "job_slowdown_ratio", "Slowdown of iterations against the stock baseline, measured likewise.", "job_id"
 )
 JOB_FRONTIER = JOB.gauge(
-    "job_frontier_seconds", "Iteration times of the frontier: T_min, T* and T_slow.", "job_id", "point"
+    "job_frontier_seconds",
+    "Iteration times of the frontier as they would be measured: T_min, T* and T_slow.",
+    "job_id",
+    "point",
 )
 JOB_STRAGGLERS = JOB.gauge(
     "job_stragglers", "Pipelines known to be slow, by the source of that knowledge.", "job_id", "source"
 )
 JOB_STRAGGLER_TIME = JOB.gauge(
-    "job_straggler_seconds", "Iteration time T' of the slowest of them, on the frontier's scale.", "job_id"
+    "job_straggler_seconds", "Iteration time T' of the slowest of them, as it would be measured.", "job_id"
 )
 JOB_BUDGET_TARGET_TIME = JOB.gauge(
     "job_budget_target_seconds",
-    "Iteration time that a power budget sets for the job, while one does.",
+    "Iteration time to which a power budget slows the job's plans, while one does.",
     "job_id",
 )
 JOB_PROFILED = JOB.gauge("job_profiled_clocks", "Measured clocks of the stage with the fewest.", "job_id")

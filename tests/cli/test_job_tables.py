@@ -106,12 +106,12 @@ def test_a_job_s_signal_and_progress_are_shown() -> None:
 def test_no_slowdown_is_shown_with_its_basis() -> None:
     all_max = job_pb2.NoSlowdownTime(iteration_time_s=1.02, basis=job_pb2.NO_SLOWDOWN_BASIS_ALL_MAX)
     measured = job_pb2.NoSlowdownTime(iteration_time_s=1.01, basis=job_pb2.NO_SLOWDOWN_BASIS_BASELINE)
-    assert no_slowdown(all_max) == "up to 1.020 s: every computation at its highest clock, as planned with"
-    assert no_slowdown(measured) == "up to 1.010 s: the stock baseline, measured shorter than planned with"
-    job = job_pb2.Job()
+    job = job_pb2.Job(no_slowdown_time=measured)
+    assert no_slowdown(job) == "up to 1.010 s: the stock baseline, shorter than predicted"
     job.CopyFrom(JOB)
     job.no_slowdown_time.CopyFrom(all_max)
-    assert f"no slowdown {no_slowdown(all_max)}" in lines(job_facts(job))
+    assert no_slowdown(job) == "up to 1.020 s: every computation at its highest clock"
+    assert f"no slowdown {no_slowdown(job)}" in lines(job_facts(job))
     assert not any(line.startswith("no slowdown") for line in lines(job_facts(JOB)))
 
 
@@ -122,6 +122,24 @@ def test_plans_are_compared_with_stock_not_with_t_min() -> None:
     found = lines(plan_table(job))
     assert "3 1.000 s -9.1 %" in found
     assert "0–2, 4–5 1.100 s +0.0 %" in found
+
+
+def test_all_times_of_a_job_are_on_the_scale_of_its_measured_ones() -> None:
+    job = job_pb2.Job()
+    job.CopyFrom(JOB)
+    job.no_slowdown_time.iteration_time_s = 1.0
+    job.iteration_overhead_s = 0.25
+    job.baseline.iteration_time_s = 1.25
+    job.budget_target_iteration_time_s = 1.1
+    job.signal_target.iteration_time_s = 1.15
+    job.stragglers.add(pipeline=2, iteration_time_s=1.2)
+    found = lines(job_facts(job))
+    assert f"frontier T_min {job.t_min_s + 0.25:.3f} s, " in "\n".join(found)
+    assert "no slowdown up to 1.250 s:" in found
+    assert "power budget holds it back: iterations of 1.350 s" in found
+    assert any("iterations of 1.400 s" in line for line in found)
+    assert any("pipeline 2, reported: 1.450 s" in line for line in found)
+    assert "0–2, 4–5 1.350 s +8.0 %" in lines(plan_table(job))
 
 
 def test_profiling_shows_its_progress_and_remaining_time() -> None:

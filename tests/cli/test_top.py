@@ -56,7 +56,7 @@ def test_jobs_are_sorted_by_power_without_ended_ones() -> None:
     lines = shown(Snapshot(jobs))
     assert lines[0] == "2 jobs (2 planned), 14 GPUs served, 90.9 kW"
     assert [line.split()[0] for line in lines[2:]] == ["large", "small"]
-    assert lines[2].split()[1:] == ["planned", "7/8", "1.250", "s", "-0.1", "%", "-12.5", "%", "90.00", "kW"]
+    assert lines[2].split()[1:] == ["planned", "7/8", "1.250", "s", "+12.5", "%", "-0.1", "%", "90.00", "kW"]
 
 
 def test_a_job_without_measurements_shows_none() -> None:

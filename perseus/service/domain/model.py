@@ -150,7 +150,7 @@ class PlannedClocks:
     """Predicted energy that the GPUs' set latency adds."""
 
     def __str__(self) -> str:
-        return f"plan of {self.plan.iteration_time_s:.6f} s"
+        return f"plan of {self.plan.iteration_time_s:.4g} s without overhead"
 
 
 Clocks = StockClocks | HoldClocks | PlannedClocks

@@ -41,7 +41,7 @@ def job(run: Run, *, is_full: bool) -> job_pb2.Job:
     """Return the job. Unless `is_full`, it costs no work over the job's ranks or pipelines."""
     record, planner, frontier = run.record, run.planner, run.planner.frontier
     shown = _of_record(run, record, run.rules, run.epoch, run.ranks.counts, run.buffer.sequence)
-    shown.state_reason = _state_reason(record, run.progress.stall)
+    shown.state_reason = _state_reason(record, run.progress.stall, planner.missed_policy)
     if run.max_clock_enforcer.why_waiting(record.state) is not None:
         shown.next_step = MAX_CLOCK_STEP
     elif run.progress.stall is not None:
@@ -58,6 +58,7 @@ def job(run: Run, *, is_full: bool) -> job_pb2.Job:
     if frontier is not None:
         shown.t_min_s, shown.t_star_s, shown.t_slow_s = frontier.t_min_s, frontier.t_star_s, frontier.t_slow_s
         shown.latency_cost_percent = frontier.points[0].latency_cost_percent
+        shown.iteration_overhead_s = planner.overhead_s
     if (found := planner.no_slowdown) is not None:
         shown.no_slowdown_time.iteration_time_s = found.time_s
         shown.no_slowdown_time.basis = NUMBERS[found.basis]
@@ -162,12 +163,13 @@ def _of_record(
     return shown
 
 
-def _state_reason(record: JobRecord, stall: Stall | None) -> str:
-    """Return why a job is in its state, and why it makes no progress there, if so."""
-    if stall is None:
-        return record.state_reason
-    since = time_to_proto(math.floor(stall.since_time_s)).ToJsonString()
-    return f"{record.state_reason}; {stall}, since {since}"
+def _state_reason(record: JobRecord, stall: Stall | None, missed_policy: str = "") -> str:
+    """Return why a job is in its state, how its plans miss the policy, and why it makes no progress."""
+    parts = [record.state_reason, missed_policy if record.state is JobState.PLANNED else ""]
+    if stall is not None:
+        since = time_to_proto(math.floor(stall.since_time_s)).ToJsonString()
+        parts.append(f"{stall}, since {since}")
+    return "; ".join(filter(None, parts))
 
 
 def _figures_to_proto(found: RunFigures) -> job_pb2.JobFigures:

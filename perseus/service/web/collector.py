@@ -230,14 +230,17 @@ def _put_measured(readings: Readings, job: job_pb2.Job, record: JobRecord, figur
         readings.put(names.JOB_SAVING, _ratio(saving.energy_percent), job_id)
         readings.put(names.JOB_SAVING_ERROR, _ratio(saving.energy_se_percent), job_id)
         readings.put(names.JOB_SLOWDOWN, _ratio(saving.slowdown_percent), job_id)
+    overhead_s = job.iteration_overhead_s
     for point, time_s in (("t_min", job.t_min_s), ("t_star", job.t_star_s), ("t_slow", job.t_slow_s)):
-        readings.put(names.JOB_FRONTIER, time_s or None, job_id, point)
+        readings.put(names.JOB_FRONTIER, time_s + overhead_s if time_s else None, job_id, point)
     detected_count = sum(straggler.is_detected for straggler in record.stragglers)
     readings.put(names.JOB_STRAGGLERS, detected_count, job_id, "detected")
     readings.put(names.JOB_STRAGGLERS, len(record.stragglers) - detected_count, job_id, "reported")
     if job.HasField("budget_target_iteration_time_s"):
-        readings.put(names.JOB_BUDGET_TARGET_TIME, job.budget_target_iteration_time_s, job_id)
-    readings.put(names.JOB_STRAGGLER_TIME, figures.straggler_time_s or None, job_id)
+        target_s = job.budget_target_iteration_time_s + overhead_s
+        readings.put(names.JOB_BUDGET_TARGET_TIME, target_s, job_id)
+    if figures.straggler_time_s:
+        readings.put(names.JOB_STRAGGLER_TIME, figures.straggler_time_s + overhead_s, job_id)
 
 
 def _put_profiling(

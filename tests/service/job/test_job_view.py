@@ -33,7 +33,7 @@ from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.ranks.rank_table import RankTable
 from perseus.service.job.rules import Rules
 from perseus.service.job.run import Run
-from perseus.v1 import job_pb2
+from perseus.v1 import event_pb2, job_pb2
 from tests.service.service_fakes import EPOCH, START_S, Cluster, batch, make_spec
 
 
@@ -116,7 +116,8 @@ def test_only_plans_save() -> None:
     cluster.join_all()
     cluster.iterate_until(JobState.PROFILING)
     cluster.iterate(4)
-    assert cluster.machine.run.log.latest_period()[1] is not None, "a comparison, for the report"
+    *_, (_, compared) = report(cluster.machine.run.log.periods, 0)
+    assert compared is not None, "the report compares it all the same"
     assert not cluster.job().figures.HasField("saving")
     assert views.saving(cluster.machine.run) is None
     cluster.send(FinishRequested())
@@ -129,6 +130,33 @@ def test_a_job_that_fell_back_to_stock_saves_nothing() -> None:
     cluster.iterate(8)
     assert cluster.job().figures.HasField("mean_iteration_time_s")
     assert not cluster.job().figures.HasField("saving")
+
+
+def test_a_policy_that_no_plan_meets_is_noted_when_it_is_set_and_with_the_state() -> None:
+    cluster = planned()
+    cluster.send(PolicySet(OperatingPolicy(max_average_power_w=1.0)))
+    (news,) = [e for e in cluster.events() if e.type == event_pb2.JOB_EVENT_TYPE_POLICY_SET]
+    assert "; no plan meets the policy's 1 W a pipeline: " in news.message
+    assert cluster.job().state_reason.startswith("the frontier is solved; no plan meets the policy's 1 W")
+    cluster.send(PolicySet(OperatingPolicy(5.0)))
+    assert cluster.job().state_reason == "the frontier is solved"
+
+
+def test_a_policy_that_no_plan_meets_is_noted_once_the_frontier_is_solved() -> None:
+    cluster = Cluster(make_spec(policy=OperatingPolicy(max_average_power_w=1.0)))
+    cluster.join_all()
+    cluster.iterate_until(JobState.PLANNED)
+    (solved,) = [e for e in cluster.events() if e.type == event_pb2.JOB_EVENT_TYPE_SOLVED]
+    assert "; no plan meets the policy's 1 W a pipeline: " in solved.message
+
+
+def test_the_overhead_of_iterations_turns_planned_times_into_measured_ones() -> None:
+    cluster = planned()
+    job = cluster.job()
+    planned_s = job.max_planned_iteration_time_s + job.iteration_overhead_s
+    assert planned_s == pytest.approx(job.figures.predicted_iteration_time_s)
+    stock_s = job.no_slowdown_time.iteration_time_s + job.iteration_overhead_s
+    assert stock_s == pytest.approx(job.baseline.iteration_time_s)
 
 
 def test_the_registered_policy_stays_beside_the_one_in_force() -> None:

@@ -13,8 +13,10 @@ from perseus.service.domain.model import (
     PlannedClocks,
     Straggler,
 )
-from perseus.service.domain.specification import OperatingPolicy
+from perseus.service.domain.specification import Deadline, OperatingPolicy
 from perseus.solver import Frontier, Kind, Pipeline, Plan, PlannedComputation
+
+_DIGITS = 1e-9
 
 
 def check_straggler(straggler: Straggler) -> None:
@@ -149,8 +151,7 @@ def own_time_s(
     while the signal asks for no slowdown.
     """
     if policy.deadline is not None:
-        allowed_s = policy.deadline.time_s / policy.deadline.iteration_count
-        wanted_s = allowed_s - overhead_s(frontier, baseline_time_s)
+        wanted_s = _allowed_s(policy.deadline) - overhead_s(frontier, baseline_time_s)
     elif policy.max_average_power_w is not None:
         # Power falls along the frontier, so all points from some index on are below the limit.
         powers_w = [point.energy_j / point.iteration_time_s for point in frontier.points]
@@ -161,3 +162,27 @@ def own_time_s(
     else:
         wanted_s = no_slowdown(frontier, baseline_time_s).time_s * (1 + policy.max_slowdown_percent / 100)
     return max(frontier.t_min_s, min(wanted_s, frontier.t_star_s))
+
+
+def missed_policy(frontier: Frontier, policy: OperatingPolicy, baseline_time_s: float) -> str:
+    """Return how every plan misses a policy's deadline or power, in a sentence; empty if one meets it."""
+    if policy.deadline is not None:
+        allowed_s = _allowed_s(policy.deadline)
+        shortest_s = frontier.t_min_s + overhead_s(frontier, baseline_time_s)
+        if shortest_s > allowed_s * (1 + _DIGITS):
+            return (
+                f"no plan meets the policy's deadline: it leaves {allowed_s:.3f} s an iteration, and the "
+                f"fastest plan takes {shortest_s:.3f} s"
+            )
+    if policy.max_average_power_w is not None:
+        least_w = min(point.energy_j / point.iteration_time_s for point in frontier.points)
+        if least_w > policy.max_average_power_w * (1 + _DIGITS):
+            return (
+                f"no plan meets the policy's {policy.max_average_power_w:g} W a pipeline: the plan of least "
+                f"power draws {least_w:.0f} W"
+            )
+    return ""
+
+
+def _allowed_s(deadline: Deadline) -> float:
+    return deadline.time_s / deadline.iteration_count

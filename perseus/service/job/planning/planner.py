@@ -27,6 +27,7 @@ from perseus.service.job.planning.guard import prediction_of_s
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.planning.operating_point import (
     budget_target_times_s,
+    missed_policy,
     no_slowdown,
     overhead_s,
     own_time_s,
@@ -141,13 +142,15 @@ class Planner:
         margin = frontier.margin
         self._buffer.announce(
             event_pb2.JOB_EVENT_TYPE_SOLVED,
-            f"frontier from T_min {frontier.t_min_s:.6f} s to T_slow {frontier.t_slow_s:.6f} s"
+            f"frontier from T_min {frontier.t_min_s:.4g} s to T_slow {frontier.t_slow_s:.4g} s, "
+            f"without an iteration's overhead of {self.overhead_s:.4g} s"
             + (f", for a set latency of {frontier.set_latency_s:.3f} s" if frontier.set_latency_s else "")
             + (
                 f", with a margin of {margin.time_share:.2%} for noisy measurements"
                 if margin
                 else ", without a margin: no errors of measurements are known"
-            ),
+            )
+            + (f"; {missed}" if (missed := self.missed_policy) else ""),
             event_pb2.Solved(
                 t_min_s=frontier.t_min_s,
                 t_star_s=frontier.t_star_s,
@@ -219,6 +222,18 @@ class Planner:
         """The iteration time that is not slower than stock; None without a frontier."""
         return no_slowdown(self.frontier, self._baseline.time_s) if self.frontier else None
 
+    @property
+    def overhead_s(self) -> float:
+        """The part of a measured iteration that the frontier leaves out; 0 without a frontier."""
+        return overhead_s(self.frontier, self._baseline.time_s) if self.frontier else 0.0
+
+    @property
+    def missed_policy(self) -> str:
+        """How every plan misses the policy, in a sentence; empty if one meets it, or without a frontier."""
+        return (
+            missed_policy(self.frontier, self._record.policy, self._baseline.time_s) if self.frontier else ""
+        )
+
     def straggler_times_s(self) -> dict[int, float]:
         """Return T' of each straggler; 0 without a frontier."""
         if self.frontier is None:
@@ -241,9 +256,10 @@ class Planner:
             self._record.policy = policy
             slows = policy != OperatingPolicy(budget_terms=policy.budget_terms)
             is_waiting = slows and self.frontier is not None and self._policy_in_use() is not policy
+            waiting = _NOT_IN_USE if is_waiting else ""
             self._buffer.announce(
                 event_pb2.JOB_EVENT_TYPE_POLICY_SET,
-                f"policy: {policy}" + (f"; {_NOT_IN_USE}" if is_waiting else ""),
+                "; ".join(filter(None, (f"policy: {policy}", waiting, self.missed_policy))),
                 event_pb2.PolicySet(policy=policy_to_proto(policy)),
             )
         return is_news
@@ -258,7 +274,8 @@ class Planner:
             message = "no power budget slows the job any more"
         else:
             change = "slower" if before_s is None or target_time_s > before_s else "faster"
-            message = f"a power budget makes the job {change}: iterations of {target_time_s:.6f} s"
+            measured_s = target_time_s + self.overhead_s
+            message = f"a power budget makes the job {change}: iterations of {measured_s:.4g} s"
         self._buffer.announce(
             event_pb2.JOB_EVENT_TYPE_BUDGET_TARGET_SET,
             message,
@@ -289,7 +306,7 @@ class Planner:
         if before is None or (before_s, before.state) != (order.target_time_s, order.state):
             self._buffer.announce(
                 event_pb2.JOB_EVENT_TYPE_SIGNAL_TARGET_SET,
-                _signal_target_text(self._record.signal_target, order.rule.kind.value),
+                _signal_target_text(self._record.signal_target, order.rule.kind.value, self.overhead_s),
                 event_pb2.SignalTargetSet(
                     kind=NUMBERS[order.rule.kind],
                     signal_target=signal_target_to_proto(self._record.signal_target),
@@ -454,12 +471,12 @@ class Planner:
         assert self._exact.refining is None or (self.frontier is not None and not self.is_solving)
 
 
-def _signal_target_text(signal_target: SignalTarget, signal: str) -> str:
+def _signal_target_text(signal_target: SignalTarget, signal: str, overhead_s: float) -> str:
     value = "" if signal_target.value is None else f" ({signal_target.value:g} per kWh)"
     work = f"{signal_target.done_count} of {signal_target.window.iteration_count:.0f} iterations are done"
     match signal_target.state:
         case SignalTargetState.FOLLOWING if signal_target.target_time_s is not None:
-            time = f"iterations of {signal_target.target_time_s:.6f} s"
+            time = f"iterations of {signal_target.target_time_s + overhead_s:.4g} s"
             return f"the {signal} signal{value} asks for {time}; {work}"
         case SignalTargetState.FOLLOWING:
             return f"the {signal} signal{value} asks for no slowdown now; {work}"

@@ -4,7 +4,7 @@ import { CallError, call } from "./api.js";
 import { el, put, setText } from "./dom.js";
 import * as n from "./numbers.js";
 import { panel } from "./panel.js";
-import { policy } from "./words.js";
+import { measuredScale, policy } from "./words.js";
 
 const DAY_MS = 24 * 3600 * 1000;
 
@@ -93,17 +93,17 @@ export class ControlsPanel {
     this._resume.disabled = state !== "JOB_STATE_STOCK";
     this._finish.disabled = hasEnded;
     this._pipeline.max = String(job.parallelism.pipeline_count - 1);
-    this._showStragglers(full ? full.stragglers : []);
+    this._showStragglers(job, full ? full.stragglers : []);
   }
 
-  _showStragglers(stragglers) {
+  _showStragglers(job, stragglers) {
     const key = JSON.stringify(stragglers);
     if (key === this._stragglersKey) return;
     this._stragglersKey = key;
     put(
       this._stragglers,
       stragglers.map(({ pipeline = 0, iteration_time_s = 0, is_detected = false }) => {
-        const time = iteration_time_s ? `: T′ ${n.seconds(iteration_time_s)}` : "";
+        const time = iteration_time_s ? `: T′ ${n.seconds(measuredScale(job, iteration_time_s))}` : "";
         const text = `Pipeline ${pipeline}, ${is_detected ? "detected" : "reported"}${time}`;
         const clear = button("Clear", () => this._clear(pipeline));
         clear.setAttribute("aria-label", `Clear straggler, pipeline ${pipeline}`);

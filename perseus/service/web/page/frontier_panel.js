@@ -8,6 +8,7 @@ import { CallError, call } from "./api.js";
 import { el, put, setText, svg } from "./dom.js";
 import * as n from "./numbers.js";
 import { panel, waiting } from "./panel.js";
+import { measuredScale } from "./words.js";
 
 const HEIGHT = 316;
 const MARGIN = { top: 78, right: 18, bottom: 40, left: 62 };
@@ -55,7 +56,7 @@ export class FrontierPanel {
   /** Show the job; `full` is the job with its stragglers and each pipeline's planned time. */
   async update(job, full) {
     this._job = full;
-    const key = `${job.run_number}/${job.t_min_s}/${job.t_star_s}/${job.t_slow_s}`;
+    const key = `${job.run_number}/${job.t_min_s}/${job.t_star_s}/${job.t_slow_s}/${job.iteration_overhead_s}`;
     if (!job.t_min_s) {
       this._frontier = null;
       this._key = key;
@@ -65,7 +66,8 @@ export class FrontierPanel {
     if (key !== this._key) {
       this._key = key;
       try {
-        this._frontier = (await call("FrontierService", "GetFrontier", { job_id: this._jobId })).frontier;
+        const { frontier } = await call("FrontierService", "GetFrontier", { job_id: this._jobId });
+        this._frontier = asMeasured(frontier, job);
       } catch (error) {
         this._key = ""; // the next update asks again
         if (!(error instanceof CallError)) throw error;
@@ -104,7 +106,11 @@ export class FrontierPanel {
     const scale = scaleOf(this._frontier, places, width);
     this._svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     put(this._svg, axes(scale, width), curve(this._frontier, scale), marks(places, scale, width));
-    setText(this._caption, "Predicted for one pipeline, including blocking power. Changes are relative to all computations at their highest clocks.");
+    setText(
+      this._caption,
+      "Predicted for one pipeline, including blocking power. Times include what is measured outside computations; energies do not. " +
+        "Changes are relative to all computations at their highest clocks.",
+    );
   }
 
   _fillTable(places) {
@@ -156,6 +162,20 @@ function adviceText({ stock, steps = [], other }) {
   );
 }
 
+/** A frontier with its times as iterations of a job are measured. */
+function asMeasured(frontier, job) {
+  const shift = (name) => ({ [name]: measuredScale(job, frontier[name]) });
+  const shifted = (point) => ({ ...point, iteration_time_s: measuredScale(job, point.iteration_time_s) });
+  return {
+    ...frontier,
+    ...shift("t_min_s"),
+    ...shift("t_star_s"),
+    ...shift("t_slow_s"),
+    baseline: shifted(frontier.baseline),
+    points: frontier.points.map(shifted),
+  };
+}
+
 /** The slowest realised plan that is not slower than a time. */
 function pointAt(frontier, time_s) {
   const within = frontier.points.filter((point) => point.iteration_time_s <= time_s * (1 + 1e-9));
@@ -173,8 +193,10 @@ function placesOf(frontier, job) {
     { name: "T_slow", short: "T_slow", time_s: frontier.t_slow_s, energy_j: at(frontier.t_slow_s), tone: "limit" },
   ];
   const groups = new Map();
-  for (const [pipeline, time_s] of (job.planned_iteration_time_s).entries())
+  for (const [pipeline, planned_s] of job.planned_iteration_time_s.entries()) {
+    const time_s = measuredScale(job, planned_s);
     groups.set(time_s, [...(groups.get(time_s) ?? []), pipeline]);
+  }
   const isPlanned = job.state === "JOB_STATE_PLANNED";
   for (const [time_s, pipelines] of isPlanned ? groups : []) {
     const whose = groups.size > 1 ? `: pipeline ${n.ranges(pipelines)}` : "";
@@ -184,7 +206,7 @@ function placesOf(frontier, job) {
     if (!straggler.iteration_time_s) continue;
     const how = straggler.is_detected ? "detected" : "reported";
     const name = `T′, pipeline ${straggler.pipeline}, ${how}`;
-    places.push({ name, short: "T′", time_s: straggler.iteration_time_s, energy_j: null, tone: "straggler" });
+    places.push({ name, short: "T′", time_s: measuredScale(job, straggler.iteration_time_s), energy_j: null, tone: "straggler" });
   }
   return places.sort((one, other) => one.time_s - other.time_s);
 }

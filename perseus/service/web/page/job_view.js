@@ -14,7 +14,7 @@ import { figure, nextStep } from "./panel.js";
 import { PeriodsPanel } from "./periods_panel.js";
 import { RanksPanel } from "./ranks_panel.js";
 import { TimelinePanel } from "./timeline_panel.js";
-import { jobLink, jobState, layout, signalTarget, policy, profiling, profilingCost, rankCount } from "./words.js";
+import { jobLink, jobState, layout, measuredScale, signalTarget, policy, profiling, profilingCost, rankCount } from "./words.js";
 
 const SHOW_EVERY_MS = 250;
 const ASK_EVERY_MS = 1_000;
@@ -245,10 +245,10 @@ export class JobView {
     set(
       "energy saved",
       saving?.energy_percent === undefined ? "–" : n.withError(saving.energy_percent, saving.energy_margin_percent),
-      saving === undefined ? "against the stock baseline" : `${n.change(saving.slowdown_percent)} iteration time`,
+      saving === undefined ? "known once iterations run under plans" : `slowdown ${n.change(saving.slowdown_percent)}`,
     );
     const target_s = figures.straggler_iteration_time_s;
-    set("stragglers", n.fixed(job.straggler_count), target_s === undefined ? "" : `T′ ${n.seconds(target_s)}`, job.straggler_count > 0);
+    set("stragglers", n.fixed(job.straggler_count), target_s === undefined ? "" : `T′ ${n.seconds(measuredScale(job, target_s))}`, job.straggler_count > 0);
     const trouble = [
       [counts.expected_count, "expected"],
       [counts.disconnected_count, "disconnected"],
@@ -263,7 +263,7 @@ export class JobView {
     );
     const rule = policy(job.policy);
     const limit_s = job.no_slowdown_time?.iteration_time_s;
-    const note = signalTarget(job.signal_target) || (limit_s ? `no slowdown up to ${n.seconds(limit_s)}` : "");
+    const note = signalTarget(job) || (limit_s ? `no slowdown up to ${n.seconds(measuredScale(job, limit_s))}` : "");
     set("policy", rule.charAt(0).toUpperCase() + rule.slice(1), note);
   }
 }

@@ -6,7 +6,7 @@ import { EventStream } from "./event_stream.js";
 import { Feeds } from "./feeds.js";
 import * as n from "./numbers.js";
 import { cardTable, figure, nextStep, numberCell, waiting } from "./panel.js";
-import { jobLink, jobState, layout, profiling, rankCount } from "./words.js";
+import { jobLink, jobState, layout, measuredScale, profiling, rankCount } from "./words.js";
 
 const ASK_OTHERS_EVERY_MS = 5_000;
 const COLUMNS = [
@@ -145,7 +145,7 @@ export class JobsView {
     const stock_w = (job) => job.figures.power_w / (1 - job.figures.saving.energy_percent / 100);
     const total_w = saving.reduce((sum, job) => sum + stock_w(job), 0);
     const saved_w = saving.reduce((sum, job) => sum + stock_w(job) - job.figures.power_w, 0);
-    set("energy saved", total_w > 0 ? n.percent((100 * saved_w) / total_w) : "–", total_w > 0 ? `of ${n.count(saving.length, "job")}${own} with a baseline` : "no job is under a plan yet");
+    set("energy saved", total_w > 0 ? n.percent((100 * saved_w) / total_w) : "–", total_w > 0 ? `of ${n.count(saving.length, "job")}${own} under a plan` : "no job is under a plan yet");
   }
 }
 
@@ -164,7 +164,7 @@ function row(job) {
   const counts = job.rank_counts;
   const progress = job.profiling_progress;
   const straggling = job.straggler_count ? n.count(job.straggler_count, "straggler") : "";
-  const held = job.budget_target_iteration_time_s === undefined ? "" : `slowed to ${n.seconds(job.budget_target_iteration_time_s)} by a power budget`;
+  const held = job.budget_target_iteration_time_s === undefined ? "" : `slowed to ${n.seconds(measuredScale(job, job.budget_target_iteration_time_s))} by a power budget`;
   const goesOn = [progress ? profiling(progress) : job.state_reason, straggling, held].filter(Boolean).join("; ");
   const isAttention = state.tone === "trouble" || job.straggler_count > 0;
   return el(

@@ -78,15 +78,19 @@ function timeFor({ extra_time: extra, work_until: work }) {
   return work ? `for ${n.count(Number(work.iteration_count), "iteration")} until ${work.end_time}` : "";
 }
 
+/** A time on the frontier's scale as an iteration of the job is measured. */
+export const measuredScale = (job, time_s) => time_s + (job.iteration_overhead_s ?? 0);
+
 /** A job's target from its signal, and its progress; "" without a signal. */
-export function signalTarget(target) {
+export function signalTarget(job) {
+  const target = job.signal_target;
   if (!target) return "";
   const why = {
     SIGNAL_TARGET_STATE_NO_SIGNAL: "the signal is unknown: no slowdown",
     SIGNAL_TARGET_STATE_LATE: "the work can't be done in time: no slowdown",
     SIGNAL_TARGET_STATE_DONE: "the work is done, or its time is over: no slowdown",
   }[target.state];
-  const time = target.iteration_time_s === undefined ? "no slowdown now" : `iterations of ${n.seconds(target.iteration_time_s)}`;
+  const time = target.iteration_time_s === undefined ? "no slowdown now" : `iterations of ${n.seconds(measuredScale(job, target.iteration_time_s))}`;
   const done = `${target.done_count ?? 0} of ${n.count(Math.round(target.iteration_count), "iteration")}`;
   return `${why ?? time}; ${done}`;
 }

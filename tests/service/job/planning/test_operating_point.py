@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from perseus.service.domain.model import NoSlowdown, NoSlowdownBasis, Straggler
 from perseus.service.domain.specification import Deadline, OperatingPolicy
 from perseus.service.job.planning.operating_point import (
+    missed_policy,
     no_slowdown,
     planned_clocks,
     straggler_time_s,
@@ -119,3 +120,21 @@ def test_a_measured_baseline_only_lowers_the_time_without_slowdown(
     assert no_slowdown(slow_at_the_top, between_s) == NoSlowdown(between_s, NoSlowdownBasis.BASELINE)
     assert no_slowdown(slow_at_the_top, 0.5 * t_min_s) == NoSlowdown(t_min_s, NoSlowdownBasis.BASELINE)
     assert no_slowdown(slow_at_the_top, 2 * stock_s) == NoSlowdown(stock_s, NoSlowdownBasis.ALL_MAX)
+
+
+def test_a_deadline_that_no_plan_meets_is_missed() -> None:
+    stock_s = FRONTIER.baseline.iteration_time_s + 0.5
+    shortest_s = FRONTIER.t_min_s + 0.5
+    kept, missed = (OperatingPolicy(deadline=Deadline(10, 10 * share * shortest_s)) for share in (1.0, 0.9))
+    assert missed_policy(FRONTIER, kept, stock_s) == ""
+    text = missed_policy(FRONTIER, missed, stock_s)
+    assert f"{0.9 * shortest_s:.3f} s an iteration" in text
+    assert text.endswith(f"the fastest plan takes {shortest_s:.3f} s")
+
+
+def test_a_power_that_no_plan_keeps_is_missed() -> None:
+    least_w = min(point.energy_j / point.iteration_time_s for point in FRONTIER.points)
+    assert missed_policy(FRONTIER, OperatingPolicy(max_average_power_w=least_w), 0.0) == ""
+    text = missed_policy(FRONTIER, OperatingPolicy(max_average_power_w=0.5 * least_w), 0.0)
+    assert text.endswith(f"the plan of least power draws {least_w:.0f} W")
+    assert missed_policy(FRONTIER, OperatingPolicy(5.0), 0.0) == ""

@@ -152,7 +152,7 @@ def profiling_cost(cost: job_pb2.ProfilingCost, budget: job_pb2.ProfilingBudget)
         *([f"{budget.iteration_count} iterations"] if budget.HasField("iteration_count") else []),
         *([f"{budget.time_s:g} s"] if budget.HasField("time_s") else []),
         *([f"{budget.extra_time_s:+g} s"] if budget.HasField("extra_time_s") else []),
-        *([f"{budget.extra_energy_j:+g} J"] if budget.HasField("extra_energy_j") else []),
+        *([f"+{joules(budget.extra_energy_j)}"] if budget.HasField("extra_energy_j") else []),
     ]
     sign = "+" if cost.extra_energy_j > 0 else ""
     return (

@@ -149,7 +149,7 @@ def _report(row: Row) -> "Table":
         f"control; {savings['stock_h']:.2f} h at stock in {savings['window_count']} windows",
         "energy": f"{_text(savings['joules_per_token'], '{:.3f} J/token')}"
         f"{_text(savings['stock_joules_per_token'], '; stock would use {:.3f}')}",
-        "saving": saving,
+        "saved": saving,
         "in time": f"{_text(savings['attainment_ttft'], 'TTFT {:.2%}')}, "
         f"{_text(savings['attainment_itl'], 'ITL {:.2%}')}; objectives {row['ttft']}, {row['itl']}",
     }.items():

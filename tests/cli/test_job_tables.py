@@ -17,6 +17,7 @@ from perseus.cli.job_tables import (
     job_table,
     no_slowdown,
     plan_table,
+    profiling_cost,
     progress_text,
     rank_table,
     report_table,
@@ -140,6 +141,21 @@ def test_all_times_of_a_job_are_on_the_scale_of_its_measured_ones() -> None:
     assert any("iterations of 1.400 s" in line for line in found)
     assert any("pipeline 2, reported: 1.450 s" in line for line in found)
     assert "0–2, 4–5 1.350 s +8.0 %" in lines(plan_table(job))
+
+
+def test_the_cost_of_profiling_is_its_difference_from_stock_and_its_budget() -> None:
+    cost = job_pb2.ProfilingCost(
+        iteration_count=41, time_s=31.5, extra_time_s=4.7, energy_j=23_338, extra_energy_j=-2238
+    )
+    budget = job_pb2.ProfilingBudget(iteration_count=30_000, extra_time_s=360, extra_energy_j=5e6)
+    assert profiling_cost(cost, budget) == (
+        "41 iterations, 31.5 s, 23338 J; against stock +4.7 s, -2238 J; "
+        "budget: 30000 iterations, +360 s, +5000000 J"
+    )
+    cost.extra_energy_j = 5.5
+    assert "against stock +4.7 s, +5.500 J; budget: unlimited" in profiling_cost(
+        cost, job_pb2.ProfilingBudget()
+    )
 
 
 def test_profiling_shows_its_progress_and_remaining_time() -> None:

@@ -155,7 +155,7 @@ def test_show_has_the_reason_of_a_stalled_job(coordinator: Coordinator) -> None:
 def test_report_has_the_cost_of_profiling_and_its_budget(coordinator: Coordinator) -> None:
     found = " ".join(run(coordinator, "report", "gpt3").output.split())
     assert "profiling took 0 iterations" in found
-    assert "at most 30000 iterations, 360 s more" in found
+    assert "budget: 30000 iterations, +360 s" in found
 
 
 def test_report_of_a_job_without_measurements_is_empty(coordinator: Coordinator) -> None:

@@ -1,7 +1,8 @@
 """`perseus jobs`: inspect the jobs of a running coordinator, and enter what only the operator knows."""
 
+import sys
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from itertools import islice
@@ -23,10 +24,12 @@ from perseus.cli.listing import (
 )
 from perseus.cli.rows import Format, FormatOption, print_json, row_of, show_message, show_messages
 from perseus.cli.terminal import error_console, fail, print_whole
+from perseus.printable import printable
 
 if TYPE_CHECKING:
     import grpc
 
+    from perseus.v1.event_pb2 import JobEvent
     from perseus.v1.job_pb2 import Job
     from perseus.v1.job_service_pb2_grpc import JobServiceStub
 
@@ -36,6 +39,10 @@ MAX_INT64 = 2**63 - 1
 
 _REBALANCING_TIMEOUT_S = 600.0
 _ADVICE_TIMEOUT_S = 2.0
+
+_SHOWN_EVENT_COUNT = 5
+_WATCHED_EVENT_COUNT = 10
+"""How many earlier events a watch begins with."""
 
 # A policy that follows a signal gets its time from extra time and horizon, or from iterations and until.
 _TIMES = (((True, True), (False, False)), ((False, False), (True, True)))
@@ -51,6 +58,7 @@ class WatchFormat(StrEnum):
 app = typer.Typer(no_args_is_help=True)
 
 JobId = Annotated[str, typer.Argument(help="The job's identifier.", show_default=False)]
+YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 RunNumber = Annotated[
     int, typer.Option("--run", min=0, max=MAX_INT32, help="A run of the job; 0 for the latest.")
 ]
@@ -99,14 +107,21 @@ def runs(connection: Connection, job_id: JobId, form: FormatOption = Format.TABL
 def show(
     connection: Connection, job_id: JobId, run_number: RunNumber = 0, form: FormatOption = Format.TABLE
 ) -> None:
-    """Show a job: its state and the reason, its stragglers, its plans."""
+    """Show a job: its state and the reason, its stragglers, its plans, its latest events."""
     from perseus.v1 import job_service_pb2, job_service_pb2_grpc
 
     with connected(connection) as channel:
         jobs = job_service_pb2_grpc.JobServiceStub(channel)
         request = job_service_pb2.GetJobRequest(job_id=job_id, run_number=run_number)
         job = jobs.GetJob(request, timeout=TIMEOUT_S).job
-        _show(job, form, _advice(channel, job) if form is Format.TABLE and not run_number else "")
+        if form is not Format.TABLE:
+            _show(job, form)
+            return
+        asked = job_service_pb2.ListJobEventsRequest(
+            job_id=job_id, run_number=job.run_number, page_size=_SHOWN_EVENT_COUNT, latest_first=True
+        )
+        latest = jobs.ListJobEvents(asked, timeout=TIMEOUT_S).events[::-1]
+        _show(job, form, "" if run_number else _advice(channel, job), latest)
 
 
 @app.command()
@@ -185,21 +200,25 @@ def watch(
         typer.Option("--format", help="Lines for people; or json: an object a line."),
     ] = WatchFormat.TEXT,
 ) -> None:
-    """Print a job's events and iterations as they come, until it ends or you press Ctrl-C.
+    """Print a job's latest events, then new ones and iterations, until it ends or you press Ctrl-C.
 
     During profiling, also show its progress and when it will be done.
     """
     from perseus.cli.watching import Watching
-    from perseus.v1 import job_service_pb2
+    from perseus.v1 import job_pb2, job_service_pb2
 
-    request = job_service_pb2.WatchJobRequest(job_id=job_id, run_number=run_number)
+    asked = job_service_pb2.GetJobRequest(job_id=job_id, run_number=run_number, view=job_pb2.JOB_VIEW_SUMMARY)
     with _jobs(connection) as jobs, Watching(as_json=form is WatchFormat.JSON) as watching:
+        job = jobs.GetJob(asked, timeout=TIMEOUT_S).job
+        request = job_service_pb2.WatchJobRequest(
+            job_id=job_id,
+            run_number=job.run_number,
+            after_sequence=max(0, job.last_event_sequence - _WATCHED_EVENT_COUNT),
+        )
         for update in jobs.WatchJob(request):
             watching.show(update)
             # Where another coordinator takes over, it goes on from here.
-            if update.HasField("job"):
-                request.run_number = update.job.run_number
-            elif update.HasField("event"):
+            if update.HasField("event"):
                 request.after_sequence = update.event.sequence
 
 
@@ -223,13 +242,14 @@ def events(
             show_default=False,
         ),
     ] = None,
-    limit: Annotated[
-        int, typer.Option(min=1, max=MAX_INT32, help="Maximum number of events, the earliest first.")
-    ] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=MAX_INT32, help="Maximum number of events.")] = 100,
+    first: Annotated[
+        bool, typer.Option("--first", help="The earliest of these events instead of the latest.")
+    ] = False,
     run_number: RunNumber = 0,
     form: FormatOption = Format.TABLE,
 ) -> None:
-    """List the events of a job."""
+    """List the latest events of a job, in order of time."""
     from perseus.cli.job_tables import event_table
     from perseus.v1 import event_pb2, job_service_pb2
 
@@ -237,17 +257,21 @@ def events(
         job_id=job_id,
         run_number=run_number,
         types=_numbers("--type", event_pb2.JobEventType, "JOB_EVENT_TYPE_", types or ()),
-        page_size=PAGE_SIZE,
+        page_size=min(limit + 1, PAGE_SIZE),
+        latest_first=not first,
     )
     if since is not None:
         request.start_time.FromDatetime(moment("--since", since))
     with _jobs(connection) as jobs:
         listed = (event for page in pages(jobs.ListJobEvents, request) for event in page.events)
         found = list(islice(listed, limit + 1))
-    shown = found[:limit]
+    shown = found[:limit] if first else found[:limit][::-1]
     show_messages(form, shown, event_pb2.JobEvent.DESCRIPTOR, lambda: event_table(shown))
     if len(found) > limit:
-        error_console.print(f"these are the first {limit}; there are more", style="dim", highlight=False)
+        which, others = ("first", "later") if first else ("latest", "earlier")
+        error_console.print(
+            f"these are the {which} {limit}; there are {others} ones", style="dim", highlight=False
+        )
 
 
 @app.command()
@@ -455,11 +479,15 @@ def policy(
 
 @app.command()
 @connecting
-def finish(connection: Connection, job_id: JobId, form: FormatOption = Format.TABLE) -> None:
-    """End a job: all of its GPUs go back to stock."""
+def finish(
+    connection: Connection, job_id: JobId, yes: YesOption = False, form: FormatOption = Format.TABLE
+) -> None:
+    """End a job: all of its GPUs go back to stock. Ask first if ranks are connected."""
     from perseus.v1 import job_service_pb2
 
     with _jobs(connection) as jobs:
+        if not yes:
+            _confirm(jobs, job_id, "End it?")
         _show(jobs.FinishJob(job_service_pb2.FinishJobRequest(job_id=job_id), timeout=TIMEOUT_S).job, form)
 
 
@@ -475,11 +503,13 @@ def resume(connection: Connection, job_id: JobId, form: FormatOption = Format.TA
 
 @app.command()
 @connecting
-def delete(connection: Connection, job_id: JobId) -> None:
-    """Delete a finished job with all its runs, events and reports."""
+def delete(connection: Connection, job_id: JobId, yes: YesOption = False) -> None:
+    """Delete a finished job with all its runs, events and reports. Ask first if ranks are connected."""
     from perseus.v1 import job_service_pb2
 
     with _jobs(connection) as jobs:
+        if not yes:
+            _confirm(jobs, job_id, "Delete it?")
         jobs.DeleteJob(job_service_pb2.DeleteJobRequest(job_id=job_id), timeout=TIMEOUT_S)
 
 
@@ -492,6 +522,31 @@ def _jobs(connection: Connection) -> Iterator["JobServiceStub"]:
         yield job_service_pb2_grpc.JobServiceStub(channel)
 
 
+def _confirm(jobs: "JobServiceStub", job_id: str, question: str) -> None:
+    """Ask before a change to a job whose ranks are connected; exit unless the answer is yes."""
+    import grpc
+
+    from perseus.v1 import job_pb2, job_service_pb2
+
+    asked = job_service_pb2.GetJobRequest(job_id=job_id, view=job_pb2.JOB_VIEW_SUMMARY)
+    try:
+        count = jobs.GetJob(asked, timeout=TIMEOUT_S).job.rank_counts.connected_count
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.DATA_LOSS:  # one that can't be read can be deleted
+            raise
+        return
+    if not count:
+        return
+    trouble = f"{count} connected {'rank' if count == 1 else 'ranks'} of job {job_id} would train on at stock"
+    if not _can_ask():
+        fail(f"{trouble}: expected --yes, as there is no terminal to ask")
+    typer.confirm(f"{printable(trouble)}. {question}", abort=True, err=True)
+
+
+def _can_ask() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
 def _numbers(flag: str, enum: Any, prefix: str, names: Iterable[str]) -> list[Any]:
     """Return the numbers of a contract enum for names as people write them."""
     known = {name.removeprefix(prefix).lower(): number for name, number in enum.items() if number}
@@ -501,13 +556,17 @@ def _numbers(flag: str, enum: Any, prefix: str, names: Iterable[str]) -> list[An
     return [known[name] for name in names]
 
 
-def _show(job: "Job", form: Format, advice: str = "") -> None:
-    from perseus.cli.job_tables import job_facts, plan_table
+def _show(job: "Job", form: Format, advice: str = "", events: "Sequence[JobEvent]" = ()) -> None:
+    from perseus.cli.job_tables import event_table, job_facts, plan_table
 
     show_message(
         form,
         job,
-        lambda: (job_facts(job, advice), *([plan_table(job)] if job.planned_iteration_time_s else [])),
+        lambda: (
+            job_facts(job, advice),
+            *([plan_table(job)] if job.planned_iteration_time_s else []),
+            *([event_table(events)] if events else []),
+        ),
     )
 
 

@@ -331,6 +331,7 @@ class ListJobEventsRequest(google.protobuf.message.Message):
     END_TIME_FIELD_NUMBER: builtins.int
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    LATEST_FIRST_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """Required. The job."""
     run_number: builtins.int
@@ -339,6 +340,8 @@ class ListJobEventsRequest(google.protobuf.message.Message):
     """The most events on the page; 1 to 1000, or 0 for 100."""
     page_token: builtins.str
     """The next_page_token of the previous page; empty for the first."""
+    latest_first: builtins.bool
+    """Whether the latest event comes first, and each page continues with earlier ones."""
     @property
     def types(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[perseus.v1.event_pb2.JobEventType.ValueType]:
         """Only events of one of these types; all if empty."""
@@ -361,9 +364,10 @@ class ListJobEventsRequest(google.protobuf.message.Message):
         end_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         page_size: builtins.int = ...,
         page_token: builtins.str = ...,
+        latest_first: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["end_time", b"end_time", "start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["end_time", b"end_time", "job_id", b"job_id", "page_size", b"page_size", "page_token", b"page_token", "run_number", b"run_number", "start_time", b"start_time", "types", b"types"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end_time", b"end_time", "job_id", b"job_id", "latest_first", b"latest_first", "page_size", b"page_size", "page_token", b"page_token", "run_number", b"run_number", "start_time", b"start_time", "types", b"types"]) -> None: ...
 
 Global___ListJobEventsRequest: typing_extensions.TypeAlias = ListJobEventsRequest
 
@@ -379,7 +383,7 @@ class ListJobEventsResponse(google.protobuf.message.Message):
     """Token of the next page; empty on the last."""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.event_pb2.JobEvent]:
-        """The events in order."""
+        """The events in the requested order, by default the earliest first."""
 
     def __init__(
         self,

@@ -6,14 +6,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import grpc
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 from typer.testing import CliRunner, Result
 
+from perseus.cli import jobs as jobs_commands
 from perseus.cli.main import app
 from perseus.demo.cluster import Cluster
 from perseus.demo.security import Security
@@ -280,12 +283,92 @@ def test_events_are_listed_by_type_and_time(coordinator: Coordinator) -> None:
     only = run(
         coordinator, "events", "eventful", "--type", "registered", "--type", "policy_set", "--limit", 2
     )
-    assert (only.output.count("policy_set"), only.output.count("registered with")) == (1, 1)
-    assert "these are the first 2; there are more" in only.output
+    assert (only.output.count("policy_set"), only.output.count("registered with")) == (2, 0)
+    assert "these are the latest 2; there are earlier ones" in only.output
+    latest = run(coordinator, "events", "eventful", "--limit", 2, "--format", "json")
+    sequences = [event["sequence"] for event in json.loads(latest.stdout)]
+    assert sequences == sorted(sequences), "in order of time"
+    earliest = run(coordinator, "events", "eventful", "--limit", 1, "--first")
+    assert "registered with" in earliest.output
+    assert "these are the first 1; there are later ones" in earliest.output
     for since in ("1h", "7d", "2020-01-31", "2020-01-31T12:00:00+01:00"):
         assert run(coordinator, "events", "eventful", "--since", since).output == everything.output
     later = run(coordinator, "events", "eventful", "--since", "2999-01-01T00:00")
     assert (later.exit_code, later.output.count("policy_set")) == (0, 0)
+
+
+def test_show_ends_with_the_latest_events_and_a_watch_begins_with_them(coordinator: Coordinator) -> None:
+    with coordinator.jobs() as jobs:
+        register(jobs, "long")
+    for percent in range(12):
+        assert run(coordinator, "policy", "long", "--max-slowdown-percent", percent).exit_code == 0
+    shown = run(coordinator, "show", "long").output.splitlines()
+    assert [line for line in shown if "policy_set" in line] == shown[-6:-1], "and then the table's border"
+    assert run(coordinator, "finish", "long").exit_code == 0
+    watched = run(coordinator, "watch", "long")
+    assert watched.exit_code == 0
+    assert "registered with" not in watched.output
+    assert "ended on request" in watched.output
+
+
+class TrainingJobs(job_service_pb2_grpc.JobServiceServicer):
+    """Has jobs with 4 connected ranks, except one that can't be read; notes what was ended and deleted."""
+
+    def __init__(self) -> None:
+        self.changes: list[str] = []
+
+    def GetJob(  # noqa: N802 - gRPC's name
+        self, request: job_service_pb2.GetJobRequest, context: grpc.ServicerContext
+    ) -> job_service_pb2.GetJobResponse:
+        if request.job_id == "unreadable":
+            context.abort(grpc.StatusCode.DATA_LOSS, "job 'unreadable': can't read run 1")
+        job = job_pb2.Job(job_id=request.job_id, rank_counts=job_pb2.RankCounts(connected_count=4))
+        return job_service_pb2.GetJobResponse(job=job)
+
+    def FinishJob(  # noqa: N802 - gRPC's name
+        self, request: job_service_pb2.FinishJobRequest, context: grpc.ServicerContext
+    ) -> job_service_pb2.FinishJobResponse:
+        self.changes.append(f"finish {request.job_id}")
+        return job_service_pb2.FinishJobResponse(job=job_pb2.Job(job_id=request.job_id))
+
+    def DeleteJob(  # noqa: N802 - gRPC's name
+        self, request: job_service_pb2.DeleteJobRequest, context: grpc.ServicerContext
+    ) -> job_service_pb2.DeleteJobResponse:
+        self.changes.append(f"delete {request.job_id}")
+        return job_service_pb2.DeleteJobResponse()
+
+
+def test_a_job_with_connected_ranks_is_ended_or_deleted_only_if_that_is_confirmed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = TrainingJobs()  # type: ignore[abstract]
+    with futures.ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        job_service_pb2_grpc.add_JobServiceServicer_to_server(training, server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+
+        def change(*arguments: str, answer: str | None = None) -> Result:
+            command = ["jobs", *arguments, "--coordinator", address]
+            return CliRunner().invoke(app, command, input=answer, catch_exceptions=False)
+
+        for command in ("finish", "delete"):
+            refused = change(command, "gpt3")
+            assert refused.exit_code == 2
+            assert refused.stderr == (
+                "error: 4 connected ranks of job gpt3 would train on at stock: expected --yes, as there is "
+                "no terminal to ask\n"
+            )
+        monkeypatch.setattr(jobs_commands, "_can_ask", lambda: True)
+        asked = change("finish", "gpt3", answer="n\n")
+        assert asked.exit_code == 1
+        assert "4 connected ranks of job gpt3 would train on at stock. End it? [y/N]" in asked.stderr
+        assert training.changes == []
+        assert change("finish", "gpt3", answer="y\n").exit_code == 0
+        assert change("delete", "gpt3", "--yes").exit_code == 0
+        assert change("delete", "unreadable").exit_code == 0, "deletion is its remedy"
+        server.stop(None).wait()
+    assert training.changes == ["finish gpt3", "delete gpt3", "delete unreadable"]
 
 
 def test_runs_are_listed_shown_and_deleted_together(coordinator: Coordinator) -> None:

@@ -116,7 +116,7 @@ async def restarted(
                 break
         await coordinator.flush()
         wanted = EventFilter(types=frozenset({event_pb2.JOB_EVENT_TYPE_SOLVE_RETRIED}))
-        retried = [await coordinator.jobs.events(job.job_id, 0, wanted, 1, 1) for job in jobs]
+        retried = [await coordinator.jobs.events(job.job_id, 0, wanted, 0, 1) for job in jobs]
     time_s = time.monotonic() - began_s
     return Outcome(len(jobs), len(solved), sum(map(bool, retried)), len(stock), time_s)
 

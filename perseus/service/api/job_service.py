@@ -118,7 +118,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             request.job_id,
             request.run_number,
             event_filter_from_proto(request),
-            page.first_number,
+            page.first_number - 1,
             page.size + 1,
         )
         events, next_page_token = page.fill((event.sequence, event) for event in found)

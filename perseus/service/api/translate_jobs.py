@@ -186,6 +186,7 @@ def event_filter_from_proto(message: job_service_pb2.ListJobEventsRequest) -> Ev
         if message.HasField("start_time")
         else None,
         end_time_s=time_from_proto("end_time", message.end_time) if message.HasField("end_time") else None,
+        is_latest_first=message.latest_first,
     )
 
 

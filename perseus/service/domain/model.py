@@ -282,17 +282,19 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class EventFilter:
-    """Which events to return; all by default.
+    """Which events to return, and in which order; all by default, the earliest first.
 
     Attributes:
         types: only these types; all if empty.
         start_time_s: at or after this time.
         end_time_s: before this time.
+        is_latest_first: pages go from the latest event back.
     """
 
     types: Collection[event_pb2.JobEventType.ValueType] = ()
     start_time_s: float | None = None
     end_time_s: float | None = None
+    is_latest_first: bool = False
 
 
 ALL_EVENTS = EventFilter()

@@ -450,9 +450,9 @@ class Jobs:
     # ------------------------------------------------------------------ events
 
     async def events(
-        self, job_id: str, run_number: int, wanted: EventFilter, first_sequence: int, limit: int
+        self, job_id: str, run_number: int, wanted: EventFilter, after_sequence: int, limit: int
     ) -> list[event_pb2.JobEvent]:
-        """Return a run's first `limit` wanted events from a sequence on.
+        """Return a run's first `limit` wanted events above a sequence; see the store's method.
 
         Raises:
             JobNotFoundError, RunNotFoundError: there is no such job or run.
@@ -462,7 +462,7 @@ class Jobs:
         number = run_number or run.number
         if number != run.number and number not in await self._store.run_numbers(job_id):
             raise RunNotFoundError(job_id=job_id, run_number=number)
-        return await self._store.events(job_id, number, first_sequence - 1, limit, wanted)
+        return await self._store.events(job_id, number, after_sequence, limit, wanted)
 
     async def watch(
         self, job_id: str, run_number: int, after_sequence: int, *, is_full: bool

@@ -37,6 +37,8 @@ from perseus.v1 import event_pb2, frontier_pb2, job_pb2, job_service_pb2
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, DecodeError)
 """Exceptions of reading any stored value (pydantic's errors are ValueErrors)."""
 
+_MAX_SEQUENCE = 2**63 - 1
+
 _LISTED_SPEC = 16_384
 """Characters of the longest specification that is read for a list: one that names its schedule is shorter."""
 
@@ -366,6 +368,8 @@ def events(
 ) -> list[event_pb2.JobEvent]:
     """Return a run's first `limit` wanted events above a sequence, in order.
 
+    With the latest first: the last ones below it; the last ones of all if it is not positive.
+
     An unreadable event comes without its message and details; an unknown type or unknown details don't make
     an event unreadable.
     """
@@ -408,11 +412,15 @@ def events_query(
     values: dict[str, object] = {
         "job_id": job_id,
         "run_number": run_number,
-        "after": after_sequence,
+        "place": after_sequence,
         "limit": limit,
     }
+    beyond, direction = ">", "ASC"
+    if wanted.is_latest_first:
+        beyond, direction = "<", "DESC"
+        values["place"] = after_sequence if after_sequence > 0 else _MAX_SEQUENCE
     # All parts of the text are ours; what was asked for is bound.
-    conditions = f"{run} AND sequence > :after"
+    conditions = f"{run} AND sequence {beyond} :place"
     if wanted.start_time_s is not None:
         values["start_s"] = wanted.start_time_s
         conditions += (
@@ -433,7 +441,7 @@ def events_query(
         values |= kinds
         of_type = f"SELECT {columns} FROM {along('events_by_type')} WHERE {conditions} AND type ="  # noqa: S608
         query = " UNION ALL ".join(f"{of_type} :{name}" for name in kinds)
-    return f"{query} ORDER BY sequence LIMIT :limit", values
+    return f"{query} ORDER BY sequence {direction} LIMIT :limit", values
 
 
 def load_tokens(connection: Connection) -> list[Token]:

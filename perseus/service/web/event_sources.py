@@ -136,7 +136,7 @@ class JobUpdates:
         """Yield the job, the events after `begin` up to `through`, and CaughtUp."""
         first = [self._job_text]
         while begin < through:
-            page = await self._jobs.events(self._job_id, self._run_number, ALL_EVENTS, begin + 1, _PAGE)
+            page = await self._jobs.events(self._job_id, self._run_number, ALL_EVENTS, begin, _PAGE)
             page = [each for each in page if each.sequence <= through]
             following = page[0].sequence if page else through + 1
             if following > begin + 1:  # the events in between were deleted

@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,7 @@ FILTERS = st.builds(
     st.frozensets(st.sampled_from(TYPES)),
     st.none() | st.integers(0, 6).map(float),
     st.none() | st.integers(0, 6).map(float),
+    st.booleans(),
 )
 
 
@@ -124,8 +126,11 @@ def test_pages_contain_the_wanted_events_in_order_even_if_the_clock_was_set_back
     store: SqlStore, drawn: list[JobEvent], wanted: EventFilter, limit: int, after_sequence: int
 ) -> None:
     def is_wanted(event: JobEvent) -> bool:
+        is_beyond = event.sequence > after_sequence
+        if wanted.is_latest_first and after_sequence:
+            is_beyond = event.sequence < after_sequence
         return (
-            event.sequence > after_sequence
+            is_beyond
             and (not wanted.types or event.type in wanted.types)
             and (
                 wanted.start_time_s is None
@@ -150,9 +155,11 @@ def test_pages_contain_the_wanted_events_in_order_even_if_the_clock_was_set_back
             after = page[-1].sequence
         return found
 
-    assert asyncio.run(read_pages()) == [event for event in drawn if is_wanted(event)]
+    expected = [event for event in drawn if is_wanted(event)]
+    assert asyncio.run(read_pages()) == (expected[::-1] if wanted.is_latest_first else expected)
 
 
+@pytest.mark.parametrize("is_latest_first", [False, True])
 @pytest.mark.parametrize(
     ("wanted", "index"),
     [
@@ -163,10 +170,11 @@ def test_pages_contain_the_wanted_events_in_order_even_if_the_clock_was_set_back
     ],
 )
 async def test_no_page_is_found_by_a_scan_of_all_events(
-    tmp_path: Path, wanted: EventFilter, index: str
+    tmp_path: Path, wanted: EventFilter, index: str, is_latest_first: bool
 ) -> None:
     await (await SqlStore.open(tmp_path / "jobs.db")).close()
     connection = sqlite3.connect(tmp_path / "jobs.db")
+    wanted = replace(wanted, is_latest_first=is_latest_first)
     statement, values = events_query("job", 1, 0, 10, wanted, has_index_hints=True)
     plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {statement}", values)]
     connection.close()

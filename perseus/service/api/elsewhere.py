@@ -39,10 +39,9 @@ class Elsewhere(grpc.GenericRpcHandler):
         await self._refuse(requests, context, slot)
 
     async def _refuse(self, _: Any, context: Context, slot: int | None = None) -> None:
-        addresses = self._fleet.addresses()
-        if slot is not None:
-            address = addresses.get(slot, "")
-        else:  # those that serve share the callers that know no slot yet
-            address = random.choice(list(addresses.values())) if addresses else ""
-        error = ServedElsewhereError(address=address, slot=slot)
+        fleet, addresses = self._fleet, self._fleet.addresses()
+        if slot is None:  # those that serve share the callers that know no slot yet
+            slot = random.choice(list(addresses)) if addresses else 0 if len(fleet.slots) == 1 else None
+        address = "" if slot is None else addresses.get(slot, "")
+        error = ServedElsewhereError(address=address, slot=slot, standbys=fleet.standbys())
         await context.abort_with_status(to_status(error))

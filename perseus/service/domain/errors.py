@@ -6,6 +6,7 @@ and a reason, which is the class's name (docs/errors.md lists them all).
 """
 
 import re
+from collections.abc import Sequence
 from typing import ClassVar
 
 from perseus.job_id import JOB_ID_RULE
@@ -372,19 +373,34 @@ class DatabaseUnreadableError(CoordinatorError):
 class ServedElsewhereError(CoordinatorError):
     """Another coordinator of the fleet serves the slot, at `address` and `page_url`; empty while none does.
 
-    One that stands by knows no slot from a unary call: it names any coordinator that serves one.
+    `standbys`, separated by commas, may take it over. One that stands by knows no slot from a unary call: it
+    names any coordinator that serves one.
     """
 
     code = "UNAVAILABLE"
     retry_delay_s = 1
-    template = "this coordinator does not serve that: {where} does"
+    template = "{sentence}"
 
-    def __init__(self, *, address: str, slot: int | None = None, page_url: str = "") -> None:
-        where = f"the one at {address}" if address else "none at present"
-        known = {"slot": slot, "page_url": page_url or None}
-        given = {name: value for name, value in known.items() if value is not None}
-        super().__init__(address=address, where=where, **given)
-        del self.metadata["where"]
+    def __init__(
+        self,
+        *,
+        address: str,
+        slot: int | None = None,
+        page_url: str = "",
+        job_id: str = "",
+        standbys: Sequence[str] = (),
+    ) -> None:
+        who = f"the coordinator at {address} serves" if address else "nobody serves"
+        if job_id:
+            sentence = f"job {job_id!r} is of slot {slot}, which {who}"
+        else:
+            sentence = f"{who} jobs" if slot is None else f"{who} slot {slot}"
+        optional = {"page_url": page_url, "job_id": job_id, "standbys": ",".join(standbys)}
+        given: dict[str, object] = {name: value for name, value in optional.items() if value}
+        if slot is not None:
+            given["slot"] = slot
+        super().__init__(address=address, sentence=sentence, **given)
+        del self.metadata["sentence"]
 
 
 class BudgetNotFoundError(CoordinatorError):

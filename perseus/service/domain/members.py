@@ -75,6 +75,13 @@ class Fleet:
         holders = sorted(self.holders().values(), key=lambda holder: not holder.page_url)
         return (holders[0].address, holders[0].page_url) if holders else ("", "")
 
+    def standbys(self) -> list[str]:
+        """Return the addresses of those that serve no slot, where they are known."""
+        holders = {slot.holder for slot in self.slots}
+        return [
+            member.address for member in self.members if member.address and member.member_id not in holders
+        ]
+
     def idle_slots(self) -> list[int]:
         """Return the slots that nobody serves."""
         served = self.holders()
@@ -86,17 +93,23 @@ class Fleet:
         Raises:
             ServedElsewhereError: it is not.
         """
-        self.check_slot(slot_of(job_id, len(self.slots)))
+        self.check_slot(slot_of(job_id, len(self.slots)), job_id)
 
-    def check_slot(self, slot: int) -> None:
-        """Check that this coordinator serves a slot: what is of the whole fleet is slot 0's.
+    def check_slot(self, slot: int, job_id: str = "") -> None:
+        """Check that this coordinator serves a slot, that of a job: what is of the whole fleet is slot 0's.
 
         Raises:
             ServedElsewhereError: it does not.
         """
         if slot != self.served:
             holder = self.holders().get(slot, Member("", ""))
-            raise ServedElsewhereError(address=holder.address, slot=slot, page_url=holder.page_url)
+            raise ServedElsewhereError(
+                address=holder.address,
+                slot=slot,
+                page_url=holder.page_url,
+                job_id=job_id,
+                standbys=self.standbys(),
+            )
 
 
 ALONE = Fleet()

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from perseus.service.api.elsewhere import Elsewhere
-from perseus.service.domain.errors import TokenUnknownError
+from perseus.service.domain.errors import ServedElsewhereError, TokenUnknownError
 from perseus.service.domain.members import Fleet, Member, Slot
 from perseus.service.domain.principals import Grant, Token
 from perseus.service.domain.specification import Coordinates
@@ -45,7 +45,8 @@ from tests.service.storage import postgresql
 HERE, THERE = "llama-2", "llama-4"
 """A job of slot 1 of two, and one of slot 0."""
 PLACE = Coordinates(0, 0, 0)
-ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, "SERVED_ELSEWHERE", {"address": "other:1", "slot": "0"})
+METADATA = {"address": "other:1", "slot": "0", "standbys": "standby:1"}
+ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, "SERVED_ELSEWHERE", METADATA)
 
 
 def fleet() -> Fleet:
@@ -94,7 +95,9 @@ ABOUT_OTHERS: dict[str, Callable[[Client], Any]] = {
 
 async def test_calls_about_another_slot_name_who_serves_it(client: Client) -> None:
     for name, call in ABOUT_OTHERS.items():
-        assert await refusal(call(client)) == ELSEWHERE, name
+        is_about_job = not name.endswith((" token", " budget"))
+        metadata = METADATA | ({"job_id": THERE} if is_about_job else {})
+        assert await refusal(call(client)) == (*ELSEWHERE[:2], metadata), name
     assert (await client.register(job_id=HERE)).job_id == HERE
     assert (await client.job(HERE)).job_id == HERE
 
@@ -106,8 +109,20 @@ async def test_while_nobody_serves_a_slot_no_address_is_named(tmp_path: Path) ->
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.job(THERE)
         found = await refusal(client.job(THERE))
-    assert caught.value.details() == "this coordinator does not serve that: none at present does"
-    assert found[2] == {"address": "", "slot": "0"}
+    assert caught.value.details() == "job 'llama-4' is of slot 0, which nobody serves"
+    assert found[2] == {"address": "", "slot": "0", "job_id": THERE}
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"slot": 1, "job_id": "beta"}, "job 'beta' is of slot 1, which the coordinator at a:1 serves"),
+        ({"slot": 0}, "the coordinator at a:1 serves slot 0"),
+        ({}, "the coordinator at a:1 serves jobs"),
+    ],
+)
+def test_what_is_served_elsewhere_is_named(given: dict[str, Any], sentence: str) -> None:
+    assert str(ServedElsewhereError(address="a:1", **given)) == sentence
 
 
 async def test_a_rank_of_another_slots_job_is_refused_and_the_stream_goes_on(client: Client) -> None:
@@ -120,7 +135,7 @@ async def test_a_rank_of_another_slots_job_is_refused_and_the_stream_goes_on(cli
     await here.until(lambda: bool(here.refused))
     (refused,) = here.refused
     assert (refused.job_id, refused.reason) == (THERE, "SERVED_ELSEWHERE")
-    assert dict(refused.metadata) == {"address": "other:1", "slot": "0"}
+    assert dict(refused.metadata) == METADATA | {"job_id": THERE}
     await here.join_ranks()
     for agent in (here, there):
         await agent.end()
@@ -167,10 +182,19 @@ async def test_one_that_stands_by_sends_agents_to_their_slot_and_others_to_any()
     await server.start()
     async with connected_to(f"127.0.0.1:{port}") as client:
         assert await refusal(hello(client, 0)) == ELSEWHERE
-        assert (await refusal(hello(client, 1)))[2] == {"address": "me:1", "slot": "1"}
-        found = {(await refusal(client.job(THERE)))[2]["address"] for _ in range(40)}
+        assert (await refusal(hello(client, 1)))[2] == METADATA | {
+            "address": "me:1",
+            "slot": "1",
+        }
+        answers = [(await refusal(client.job(THERE)))[2] for _ in range(40)]
+        known.members = known.members[1:2]
+        nobody = (await refusal(client.job(THERE)))[2]
+        known.slots = known.slots[:1]
+        of_one_slot = (await refusal(client.job(THERE)))[2]
     await server.stop(None)
-    assert found == {"other:1", "me:1"}
+    assert {(answer["address"], answer["slot"]) for answer in answers} == {("other:1", "0"), ("me:1", "1")}
+    assert nobody == {"address": "", "standbys": "standby:1"}
+    assert of_one_slot == nobody | {"slot": "0"}
 
 
 async def test_a_replaced_secret_of_the_operator_ends_its_streams_at_other_slots(

@@ -330,12 +330,12 @@ class Agent:
     async def _follow_coordinator(self) -> None:
         retry, problems = _retry(), RateLimitedLog(_log)
         while True:
-            reason = ""
+            reason, tried = "", self._channels.beside()
             try:
                 async with PowerClient(self._channels) as client:
                     self._take(FeedsListed(await client.feeds()))
                     self._take(BudgetsListed(await client.budgets()))
-                    _log.info("connected to the coordinator", coordinator=self._settings.coordinator)
+                    _log.info("connected to the coordinator", coordinator=tried.address)
                     retry.succeeded()
                     problems.reset()
                     self._client = client
@@ -356,8 +356,8 @@ class Agent:
             self._client = None
             self._check_going_on()
             self._take(CoordinatorLost())
-            reason = await self._channels.diagnosis() or reason
-            problems.warning("no coordinator", coordinator=self._settings.coordinator, reason=reason)
+            reason = await tried.diagnosis() or reason
+            problems.warning("no coordinator", coordinator=tried.address, reason=reason)
             await asyncio.sleep(retry.failed())
 
     async def _watch(self, client: PowerClient) -> None:

@@ -153,13 +153,14 @@ class Connection:
                 self._outage_log.error(
                     "stream failed", reason, reason=reason, exc_info=True, coordinator=self._channels.address
                 )
+            address = self._channels.address
             if not self._is_closing and renewed is None and self._channels.move_on(self._error):
                 delay_s = self._asked_delay_s + self._retry.failed()
                 self._outage_log.warning(
                     "no coordinator",
                     reason,
                     reason=reason,
-                    coordinator=self._channels.address,
+                    coordinator=address,
                     retry_in_s=round(delay_s, 3),
                 )
                 await asyncio.sleep(delay_s)

@@ -23,6 +23,7 @@ from perseus.tls.tokens import TokenSource
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import agent_service_pb2_grpc, computation_pb2, rank_pb2
 from tests.agent.coordinator_stub import until
+from tests.ports import free_port
 
 Script = Callable[[AsyncIterator[wire.ConnectRequest]], AsyncIterator[wire.ConnectResponse]]
 AGENT = AgentIdentity("instance", "0", "host")
@@ -436,6 +437,18 @@ async def test_a_repeated_refusal_is_logged_once_until_a_stream_opens() -> None:
         *((event, revoked) for event in of_both),
         *((event, expired) for event in of_both),
     ]
+
+
+async def test_the_log_names_the_coordinator_that_did_not_answer() -> None:
+    dead = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    connection = Connection(Channels(",".join(dead)), AGENT, Witness(), lambda: 0.01)
+    with capture_logs() as logs:
+        running = asyncio.create_task(connection.run())
+        await until(lambda: bool(logs), "both were tried")
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert (logs[0]["event"], logs[0]["coordinator"]) == ("no coordinator", dead[1])
+    assert dead[1] in logs[0]["reason"]
 
 
 class ClumsyWitness(Witness):

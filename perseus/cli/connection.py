@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perseus.cli.escaping_channel import EscapingChannel
+from perseus.cli.escaping_channel import EscapingChannel, failure_of
 from perseus.cli.flags import Command, in_place_of
 from perseus.cli.fleet import Fleet
 from perseus.cli.progress import working
@@ -172,6 +172,8 @@ def escaping(connection: Connection, *, is_quiet: bool = False) -> Iterator[Esca
     """
     import grpc
 
+    from perseus.tls.channels import error_info
+
     their_fault = {
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.NOT_FOUND,
@@ -187,10 +189,17 @@ def escaping(connection: Connection, *, is_quiet: bool = False) -> Iterator[Esca
         try:
             yield channel
         except grpc.RpcError as error:
-            where, code = channel.address, error.code()
-            if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            if (failure := failure_of(error)) is not None:
+                channels = failure.channels
+                if failure.takeover:
+                    fail(failure.takeover, FAILURE)
+            where, code = channels.address, error.code()
+            if error_info(error) is None and code in (
+                grpc.StatusCode.UNAVAILABLE,
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+            ):
                 with working("Looking for the reason"):
-                    reason = channel.diagnosis()
+                    reason = channels.diagnosis_blocking()
                 if code is grpc.StatusCode.UNAVAILABLE:
                     fail(f"no coordinator at {where}: {reason or error.details()}", FAILURE)
                 fail(

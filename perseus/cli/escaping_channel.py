@@ -3,9 +3,11 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from perseus.cli.progress import working
+from perseus.cli.takeover import LIMIT_S, Takeover
 from perseus.cli.terminal import warn
 from perseus.printable import printable
 
@@ -15,17 +17,28 @@ if TYPE_CHECKING:
 
     from perseus.tls.channels import Channels
 
-_TAKEOVER_S = 60.0
-"""How long a stream waits for a coordinator that takes over, or comes back."""
 _RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Where a call has failed in the end, and what was heard of a takeover, for people."""
+
+    channels: "Channels"
+    takeover: str
+
+
+def failure_of(error: "grpc.RpcError") -> Failure | None:
+    """Return where a call on one of these channels has failed."""
+    return getattr(error, "failure", None)
 
 
 class EscapingChannel:
     """A channel that makes all text in its answers printable, because other people wrote it.
 
     It has the part of a channel that the contract's stubs use. Unless it `stays` with its coordinator, a call
-    that another one has to answer is made there, and a stream goes on at the one that takes over. With a
-    description, it shows that it waits for an answer.
+    that another one has to answer is made there, and goes on at the one that takes over. With a description,
+    it shows that it waits for an answer, and waits for a takeover.
     """
 
     def __init__(
@@ -52,20 +65,15 @@ class EscapingChannel:
         """The address of the coordinator that it was last connected to."""
         return self._channels.address
 
-    def diagnosis(self) -> str | None:
-        """Return why that one can't be reached, if that can be determined."""
-        return self._channels.diagnosis_blocking()
-
     def to(self, address: str) -> "EscapingChannel | None":
         """Return a channel that stays at a named address; None if that may not be followed."""
         channels = self._channels.at(address)
         return EscapingChannel(channels, self._description, stays=True) if channels is not None else None
 
-    def move_on(self, error: "grpc.RpcError") -> bool:
+    def move_on(self, error: "grpc.RpcError") -> None:
         """Go on to the next coordinator, as `Channels.move_on`."""
-        should_wait = self._channels.move_on(error)
+        self._channels.move_on(error)
         self._reopen()
-        return should_wait
 
     def unary_unary(self, method: str, *, response_deserializer: "_Read", **options: Any) -> Any:
         """Wrap `grpc.Channel.unary_unary`."""
@@ -75,6 +83,7 @@ class EscapingChannel:
 
         def ask(*arguments: Any, **more: Any) -> "Message":
             self._channels = self._channels.beside()
+            takeover = Takeover(method)
             while True:
                 call = self._channel.unary_unary(method, response_deserializer=read, **options)
                 try:
@@ -82,8 +91,7 @@ class EscapingChannel:
                         answer: Message = call(*arguments, **more)
                     return answer
                 except grpc.RpcError as error:
-                    if not self._follow(error):
-                        raise
+                    self._go_on(error, takeover)
 
         return ask
 
@@ -95,36 +103,43 @@ class EscapingChannel:
 
         def ask(*arguments: Any, **more: Any) -> "Iterator[Message]":
             self._channels = self._channels.beside()
+            takeover = Takeover(method)
             was_heard = False
-            lost_s: float | None = None
             while True:
                 call = self._channel.unary_stream(method, response_deserializer=read, **options)
                 try:
                     for message in call(*arguments, **more):
-                        was_heard, lost_s = True, None
+                        was_heard, takeover = True, Takeover(method)
                         yield message
                     return
                 except grpc.RpcError as error:
-                    if self._follow(error):
-                        continue
-                    is_lost = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-                    if self._stays or not (was_heard and is_lost):
-                        raise
-                    if lost_s is None:
-                        lost_s = time.monotonic()
-                        warn(f"{self.address} has gone: waiting {_TAKEOVER_S:g} s for it or another one")
-                    if time.monotonic() > lost_s + _TAKEOVER_S:
-                        raise
-                    if self.move_on(error):
-                        time.sleep(_RETRY_S)
+                    self._go_on(error, takeover, was_heard=was_heard)
 
         return ask
 
-    def _follow(self, error: "grpc.RpcError") -> bool:
-        if self._stays or not self._channels.follow(error):
-            return False
-        self._reopen()
-        return True
+    def _go_on(self, error: "grpc.RpcError", takeover: Takeover, *, was_heard: bool = False) -> None:
+        """Go on to where a failed call may succeed, perhaps later; else raise its error."""
+        failed_at = self._channels.beside()
+        if not self._stays:
+            may_repeat = takeover.may_repeat(self.address, error)
+            if self._channels.follow(error):
+                self._reopen()
+                return
+            takeover.tried_count += 1
+            if may_repeat and takeover.tried_count < self._channels.address_count:
+                self.move_on(error)
+                return
+            trouble = takeover.text() or (f"{takeover.failed_at} has gone" if was_heard else "")
+            if may_repeat and trouble and self._description is not None:
+                if takeover.end_s is None:
+                    warn(f"{trouble}: waiting {LIMIT_S:g} s for a coordinator")
+                if takeover.may_wait(time.monotonic()):
+                    time.sleep(_RETRY_S)
+                    takeover.tried_count = 0
+                    self.move_on(error)
+                    return
+        error.failure = Failure(failed_at, takeover.text())  # type: ignore[attr-defined]
+        raise error
 
     def _reopen(self) -> None:
         self._channel.close()

@@ -50,13 +50,14 @@ class Fleet:
         silence: grpc.RpcError | None = None
         answers: dict[int, T] = {}
         for slot, channel in self._serving().items():
+            address = channel.address
             try:
                 answers[slot] = question(channel.as_grpc)
             except grpc.RpcError as error:
                 if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                     raise
                 silence = error
-                self.missing.append(f"{channel.address} does not answer")
+                self.missing.append(f"slot {slot} at {address} does not answer")
         if silence is not None and not answers:
             raise silence
         return answers

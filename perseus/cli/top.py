@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from perseus.cli.connection import Connection, connecting, fleet
+from perseus.cli.escaping_channel import failure_of
 from perseus.cli.fleet import merged_jobs
 from perseus.cli.listing import PAGE_SIZE, TIMEOUT_S, LabelsOption, label_filter, pages
 from perseus.cli.rows import print_json, row_of
@@ -88,7 +89,9 @@ def _show_until_interrupted(
         except grpc.RpcError as error:
             # It may come back: keep its last answer on the screen, with the current error.
             since_s = time.monotonic() - received_s
-            trouble = f"no answer for {since_s:.0f} s: {error.details() or error.code().name}"
+            failure = failure_of(error)
+            reason = (failure and failure.takeover) or error.details() or error.code().name
+            trouble = f"no answer for {since_s:.0f} s: {reason}"
 
 
 def _fitting(snapshot: "Snapshot", trouble: str) -> "RenderableType":

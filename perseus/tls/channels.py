@@ -66,6 +66,11 @@ class Channels:
         return self._source is None and not all(map(is_local, self._addresses))
 
     @property
+    def address_count(self) -> int:
+        """How many addresses were given."""
+        return len(self._addresses)
+
+    @property
     def has_several(self) -> bool:
         """Whether there are several addresses."""
         return len(self._addresses) > 1
@@ -189,11 +194,15 @@ class Channels:
 
 def served_at(error: grpc.RpcError | None) -> str:
     """Return where a coordinator says that the jobs are served; empty if it doesn't."""
+    info = error_info(error) if error is not None else None
+    return str(info.metadata.get("address", "")) if info and info.reason == "SERVED_ELSEWHERE" else ""
+
+
+def error_info(error: grpc.RpcError) -> ErrorInfo | None:
+    """Return what a coordinator says of its error; None if the error is not a coordinator's."""
     info = ErrorInfo()
     try:
-        status = rpc_status.from_call(error) if error is not None else None
+        status = rpc_status.from_call(error)
     except ValueError:  # details that contradict the status
         status = None
-    if status is None or not any(detail.Unpack(info) for detail in status.details):
-        return ""
-    return str(info.metadata.get("address", "")) if info.reason == "SERVED_ELSEWHERE" else ""
+    return info if status is not None and any(detail.Unpack(info) for detail in status.details) else None

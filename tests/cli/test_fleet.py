@@ -48,7 +48,8 @@ class FakeCoordinator(
     def __init__(self, slot: int, addresses: dict[int, str], slot_count: int = 2) -> None:
         self.slot, self.addresses, self.slot_count = slot, addresses, slot_count
         self.address = addresses[slot] = f"127.0.0.1:{free_port()}"
-        self.events = 0
+        self.standbys: list[str] = []
+        self.events = self.change_count = 0
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
 
     async def start(self, *, knows_slots: bool = True) -> None:
@@ -69,7 +70,11 @@ class FakeCoordinator(
     async def check(self, slot: int, context: Context) -> None:
         if slot != self.slot:
             detail = any_pb2.Any()
-            metadata = {"address": self.addresses.get(slot, ""), "slot": str(slot)}
+            metadata = {
+                "address": self.addresses.get(slot, ""),
+                "slot": str(slot),
+                "standbys": ",".join(self.standbys),
+            }
             detail.Pack(
                 error_details_pb2.ErrorInfo(reason="SERVED_ELSEWHERE", domain="perseus", metadata=metadata)
             )
@@ -82,6 +87,8 @@ class FakeCoordinator(
     async def ListCoordinators(  # noqa: N802 - gRPC's name
         self, request: info_service_pb2.ListCoordinatorsRequest, context: Context
     ) -> info_service_pb2.ListCoordinatorsResponse:
+        if self.slot >= self.slot_count:
+            await self.check(1, context)  # it stands by
         found = [
             info_service_pb2.FleetCoordinator(address=address, slot=slot, is_answering=slot == self.slot)
             for slot, address in sorted(self.addresses.items())
@@ -105,8 +112,25 @@ class FakeCoordinator(
         if request.job_id not in JOBS:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"job {request.job_id!r} is not registered")
         return job_service_pb2.GetJobResponse(
-            job=job_pb2.Job(job_id=request.job_id, state_reason=self.address)
+            job=job_pb2.Job(
+                job_id=request.job_id,
+                run_number=7,
+                state_reason=self.address,
+                last_event_sequence=self.events,
+            )
         )
+
+    async def ListJobEvents(  # noqa: N802 - gRPC's name
+        self, request: job_service_pb2.ListJobEventsRequest, context: Context
+    ) -> job_service_pb2.ListJobEventsResponse:
+        return job_service_pb2.ListJobEventsResponse()
+
+    async def FinishJob(  # noqa: N802 - gRPC's name
+        self, request: job_service_pb2.FinishJobRequest, context: Context
+    ) -> job_service_pb2.FinishJobResponse:
+        await self.check(slot_of(request.job_id, self.slot_count), context)
+        self.change_count += 1
+        return job_service_pb2.FinishJobResponse(job=job_pb2.Job(job_id=request.job_id))
 
     async def WatchJob(  # noqa: N802 - gRPC's name
         self, request: job_service_pb2.WatchJobRequest, context: Context
@@ -179,7 +203,8 @@ async def test_who_does_not_answer_and_what_nobody_serves_is_said_in_one_line(
     assert jobs_in(listed) == coordinators[0].own_jobs
     (line,) = listed.stderr.splitlines()
     assert line == (
-        f"warning: this is not all: nobody serves slot 2 of 3; {coordinators[1].address} does not answer"
+        f"warning: this is not all: nobody serves slot 2 of 3; "
+        f"slot 1 at {coordinators[1].address} does not answer"
     )
 
 
@@ -220,7 +245,7 @@ async def test_what_nobody_serves_or_may_not_be_followed_is_an_error(
     coordinators[0].addresses[1] = address
     shown = await perseus(coordinators[0], "jobs", "show", coordinators[1].own_jobs[0])
     assert shown.exit_code == 1
-    assert "slot 1 is served elsewhere" in shown.stderr
+    assert shown.stderr == "error: slot 1 is served elsewhere\n"
 
 
 async def test_two_hops_are_the_most(coordinators: list[FakeCoordinator]) -> None:
@@ -266,7 +291,81 @@ async def test_a_watch_goes_on_at_the_coordinator_that_takes_over(
     assert f"{other.address} has gone: waiting 60 s" in watched.stderr
     updates = [json.loads(line) for line in watched.stdout.splitlines()]
     messages = [update["event"]["message"] for update in updates if "event" in update]
-    assert messages == ["1 of run 0", "2 of run 0", "3 of run 7", "4 of run 7"]
+    assert messages == ["1 of run 7", "2 of run 7", "3 of run 7", "4 of run 7"]
+
+
+class Takeover:
+    """Time that passes only while a command waits; the standby takes slot 1 over after the second wait."""
+
+    def __init__(self, coordinators: list[FakeCoordinator], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.holder = coordinators[1]
+        self.standby = FakeCoordinator(9, coordinators[0].addresses)  # type: ignore[abstract]
+        for each in (*coordinators, self.standby):
+            each.standbys = [self.standby.address]
+        self.wait_count = 0
+        self.takes_over = True
+        self._now_s = 0.0
+        monkeypatch.setattr(escaping_channel, "time", self)
+
+    def monotonic(self) -> float:
+        return self._now_s
+
+    def sleep(self, _: float) -> None:
+        self.wait_count += 1
+        self._now_s += 15
+        if self.takes_over and self.wait_count == 2:
+            self.standby.slot, self.standby.addresses[1] = 1, self.standby.address
+
+    @property
+    def text(self) -> str:
+        return (
+            f"slot 1 changes hands: {self.standby.address} stands by, {self.holder.address} does not answer"
+        )
+
+
+@pytest.fixture
+async def takeover(
+    coordinators: list[FakeCoordinator], monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Takeover]:
+    found = Takeover(coordinators, monkeypatch)
+    await found.standby.start()
+    await found.holder.stop()
+    yield found
+    await found.standby.stop()
+
+
+@pytest.mark.parametrize("arguments", [["jobs", "show"], ["jobs", "watch"], ["jobs", "finish", "--yes"]])
+async def test_a_command_waits_for_the_coordinator_that_takes_over_and_says_so(
+    takeover: Takeover, coordinators: list[FakeCoordinator], arguments: list[str]
+) -> None:
+    job_id = takeover.holder.own_jobs[0]
+    addresses = f"{takeover.holder.address},{takeover.standby.address}"
+    answered = await perseus(addresses, *arguments, job_id)
+    assert (answered.exit_code, takeover.wait_count) == (0, 2)
+    assert answered.stderr == f"warning: {takeover.text}: waiting 60 s for a coordinator\n"
+    assert takeover.standby.change_count == ("finish" in arguments)
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+async def test_a_command_that_has_waited_for_too_long_says_who_stands_by(
+    takeover: Takeover, is_list: bool
+) -> None:
+    takeover.takes_over = False
+    arguments = ["list"] if is_list else ["show", takeover.holder.own_jobs[0]]
+    failed = await perseus(takeover.standby, "jobs", *arguments)
+    assert (failed.exit_code, takeover.wait_count) == (1, 4)
+    assert failed.stderr.splitlines()[1:] == [f"error: {takeover.text}; nobody took it over in 60 s"]
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+async def test_without_a_standby_the_coordinator_that_does_not_answer_is_named(
+    takeover: Takeover, is_list: bool
+) -> None:
+    takeover.standby.standbys = []
+    arguments = ["list"] if is_list else ["show", takeover.holder.own_jobs[0]]
+    failed = await perseus(takeover.standby, "jobs", *arguments)
+    assert (failed.exit_code, takeover.wait_count) == (1, 0)
+    assert failed.stderr.startswith(f"error: no coordinator at {takeover.holder.address}: ")
 
 
 async def test_top_has_the_jobs_of_all_and_the_feeds_of_slot_0(coordinators: list[FakeCoordinator]) -> None:

@@ -1,6 +1,5 @@
 """`perseus jobs`: inspect the jobs of a running coordinator, and enter what only the operator knows."""
 
-import sys
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,8 +22,7 @@ from perseus.cli.listing import (
     pages,
 )
 from perseus.cli.rows import Format, FormatOption, print_json, row_of, show_message, show_messages
-from perseus.cli.terminal import error_console, fail, print_whole
-from perseus.printable import printable
+from perseus.cli.terminal import YesOption, confirm, error_console, fail, print_whole
 
 if TYPE_CHECKING:
     import grpc
@@ -58,7 +56,6 @@ class WatchFormat(StrEnum):
 app = typer.Typer(no_args_is_help=True)
 
 JobId = Annotated[str, typer.Argument(help="The job's identifier.", show_default=False)]
-YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 RunNumber = Annotated[
     int, typer.Option("--run", min=0, max=MAX_INT32, help="A run of the job; 0 for the latest.")
 ]
@@ -537,14 +534,8 @@ def _confirm(jobs: "JobServiceStub", job_id: str, question: str) -> None:
         return
     if not count:
         return
-    trouble = f"{count} connected {'rank' if count == 1 else 'ranks'} of job {job_id} would train on at stock"
-    if not _can_ask():
-        fail(f"{trouble}: expected --yes, as there is no terminal to ask")
-    typer.confirm(f"{printable(trouble)}. {question}", abort=True, err=True)
-
-
-def _can_ask() -> bool:
-    return sys.stdin is not None and sys.stdin.isatty()
+    ranks = f"{count} connected {'rank' if count == 1 else 'ranks'}"
+    confirm(f"{ranks} of job {job_id} would train on at stock", question)
 
 
 def _numbers(flag: str, enum: Any, prefix: str, names: Iterable[str]) -> list[Any]:

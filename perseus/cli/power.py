@@ -13,7 +13,7 @@ from perseus.cli.fleet import Fleet
 from perseus.cli.jobs import WatchFormat
 from perseus.cli.listing import PAGE_SIZE, TIMEOUT_S, later, pages
 from perseus.cli.rows import Format, FormatOption, print_json, row_of, show_message, show_messages
-from perseus.cli.terminal import console, error_console, fail
+from perseus.cli.terminal import YesOption, confirm, console, error_console, fail
 from perseus.printable import printable
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def set_budget(
         typer.Option(help="Ramp of the power cap, if slower than the feed's.", show_default=False),
     ] = None,
     correlation_id: Annotated[str, typer.Option(help="Your own name for it.", show_default=False)] = "",
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: YesOption = False,
     form: FormatOption = Format.TABLE,
 ) -> None:
     """Set a budget, or replace the one with the same identifier."""
@@ -78,8 +78,7 @@ def set_budget(
         request.end_time.FromDatetime(later("--end", end))
     if not yes and 0 in (limit_w, percent):
         until = "until it is cancelled" if end is None else f"until {end}"
-        what = f"0 W slow every job on feed {feed!r} as far as its owner allows, {until}"
-        typer.confirm(f"{printable(what)}. Set it?", abort=True, err=True)
+        confirm(f"0 W slows every job on feed {feed!r} as far as its owner allows, {until}", "Set it?")
     with _power(connection) as power:
         answer = power.SetBudget(request, timeout=TIMEOUT_S)
     if answer.HasField("replaced"):

@@ -1,7 +1,8 @@
 """Consoles, exit codes and error messages that the commands share."""
 
+import sys
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
@@ -15,6 +16,9 @@ FAILURE = 1
 """Exit code for failures despite valid input."""
 STORE_FAILED = 3
 """Exit code of a coordinator whose database failed while it ran: a full disk, a lost connection."""
+
+
+YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 
 class _Console(Console):
@@ -63,6 +67,18 @@ def fail(message: str, code: int = BAD_INPUT) -> NoReturn:
     lines = (printable(line) for line in message.split("\n"))
     error_console.print("\n".join(lines), highlight=False)
     raise typer.Exit(code)
+
+
+def confirm(consequence: str, question: str) -> None:
+    """Ask before a change with this consequence; exit unless the answer is yes."""
+    if not can_ask():
+        fail(f"{consequence}: expected --yes, as there is no terminal to ask")
+    typer.confirm(f"{printable(consequence)}. {question}", abort=True, err=True)
+
+
+def can_ask() -> bool:
+    """Return whether a person can answer a question."""
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

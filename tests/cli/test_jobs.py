@@ -16,7 +16,7 @@ import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 from typer.testing import CliRunner, Result
 
-from perseus.cli import jobs as jobs_commands
+from perseus.cli import terminal
 from perseus.cli.main import app
 from perseus.demo.cluster import Cluster
 from perseus.demo.security import Security
@@ -359,7 +359,7 @@ def test_a_job_with_connected_ranks_is_ended_or_deleted_only_if_that_is_confirme
                 "error: 4 connected ranks of job gpt3 would train on at stock: expected --yes, as there is "
                 "no terminal to ask\n"
             )
-        monkeypatch.setattr(jobs_commands, "_can_ask", lambda: True)
+        monkeypatch.setattr(terminal, "can_ask", lambda: True)
         asked = change("finish", "gpt3", answer="n\n")
         assert asked.exit_code == 1
         assert "4 connected ranks of job gpt3 would train on at stock. End it? [y/N]" in asked.stderr

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner, Result
 
+from perseus.cli import terminal
 from perseus.cli.main import app
 from perseus.cli.power_tables import budget_table, feed_line, feed_table
 from perseus.v1.power_service_pb2 import BUDGET_STATE_IN_FORCE, Budget, FeedState
@@ -64,10 +65,14 @@ def test_a_replaced_budget_is_shown(environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("limit", ["--limit-w", "--percent"])
-def test_a_limit_of_nothing_is_set_only_after_a_question(environment: dict[str, str], limit: str) -> None:
+def test_a_limit_of_nothing_is_set_only_after_a_question(
+    environment: dict[str, str], limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "expected --yes" in perseus(environment, "power", "set", "zero", limit, "0").stderr
+    monkeypatch.setattr(terminal, "can_ask", lambda: True)
     asked = CliRunner().invoke(app, ["power", "set", "zero", limit, "0"], env=environment, input="n\n")
     assert asked.exit_code == 1
-    assert "0 W slow every job on feed 'default'" in asked.stderr
+    assert "0 W slows every job on feed 'default'" in asked.stderr
     assert "zero" not in perseus(environment, "power", "list").stdout
 
 

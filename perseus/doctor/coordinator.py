@@ -89,15 +89,16 @@ def _credential(info: info_service_pb2.GetInfoResponse, scopes: Collection[str])
 
 
 def _fleet(channels: Channels) -> Iterator[Check]:
-    """Check that every slot of jobs is served, where coordinators share a database."""
+    """Check that every slot of jobs is served, and another coordinator stands by, where they can share a
+    database."""
     try:
         with channels.open_blocking() as channel:
             stub = info_service_pb2_grpc.InfoServiceStub(channel)
             fleet = stub.ListCoordinators(info_service_pb2.ListCoordinatorsRequest(), timeout=_TIMEOUT_S)
     except grpc.RpcError:
         return  # an older release, or it has just ended
-    if len(fleet.coordinators) == fleet.slot_count == 1:
-        return
+    if not any(each.lease_epoch for each in fleet.coordinators):
+        return  # one on SQLite: another could not take over
     served = {each.slot: each.address for each in fleet.coordinators if each.HasField("slot")}
     waiting_count = len(fleet.coordinators) - len(served)
     found = ", ".join(
@@ -109,6 +110,9 @@ def _fleet(channels: Channels) -> Iterator[Check]:
         yield Check("fleet", Verdict.BAD, f"nobody serves slot {', '.join(unserved)}; {found}", advice)
     elif not all(served.values()):
         yield Check("fleet", Verdict.WARNING, found, "give it an address for clients: setting advertise")
+    elif not waiting_count:
+        advice = "start one more coordinator on the same database: nobody takes over from one that ends"
+        yield Check("fleet", Verdict.WARNING, found, advice)
     else:
         yield Check("fleet", Verdict.GOOD, found)
 

@@ -73,7 +73,9 @@ SERVER = Section(
     "The coordinator",
     "A fixed number of series, and one for each reason of refusals so far. Of several coordinators each has "
     "what is of its slot, so that sums over all count nothing twice; what is of the whole database is the "
-    "same at each: take the maximum of idle slots, the store's size and its standbys.",
+    "same at each: take the maximum of idle slots, the store's size and its standbys, and the minimum of the "
+    "coordinators that stand by. One that stands by has the metrics of the fleet, its release and its "
+    "certificates only.",
 )
 
 SERVING = SERVER.gauge(
@@ -83,6 +85,12 @@ LEASE_EPOCH = SERVER.gauge(
     "lease_epoch",
     "By the slot of jobs that is served: rises when a coordinator takes it over; 0 on SQLite.",
     "slot",
+)
+STANDING_BY = SERVER.gauge(
+    "coordinator_standing_by", "1 while the coordinator stands by, 0 while it serves a slot of jobs."
+)
+STANDBY_COORDINATORS = SERVER.gauge(
+    "standby_coordinators", "Coordinators of the fleet that serve no slot of jobs; absent on SQLite."
 )
 IDLE_SLOTS = SERVER.gauge("idle_slots", "Slots of jobs that no coordinator of the fleet serves.")
 LATE_RENEWALS = SERVER.counter(

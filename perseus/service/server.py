@@ -57,7 +57,7 @@ from perseus.service.storage.sql_store import SqlStore, open_connections
 from perseus.service.watchdog import Watchdog
 from perseus.service.web.access import HttpAuthenticator
 from perseus.service.web.app import make_app, make_standby_app
-from perseus.service.web.collector import CoordinatorCollector
+from perseus.service.web.collector import CoordinatorCollector, collect_standing_by
 from perseus.service.web.listening import bind, listening
 from perseus.service.web.origin import Hosts
 from perseus.service.web.page_api import PageApi
@@ -282,7 +282,8 @@ async def standing_by(settings: CoordinatorSettings, member: FleetMember) -> Asy
     async with contextlib.AsyncExitStack() as stack:
         if settings.http is not None:
             http = stack.enter_context(await asyncio.to_thread(bind, settings.http))
-            app = make_standby_app(member.fleet, _hosts(settings))
+            collect = partial(collect_standing_by, member.fleet, partial(_expiries_s, port))
+            app = make_standby_app(member.fleet, _hosts(settings), Scrape(collect))
             await stack.enter_async_context(listening(app, http, port.tls, 0.0))
         address = port.bind(server)
         await server.start()
@@ -498,7 +499,7 @@ async def _serving_http(
         coordinator,
         has_ranks=settings.metrics_ranks,
         late_limit_s=settings.late_limit_s,
-        expiries_s=lambda: tls.material.expiries_s if tls is not None else {},
+        expiries_s=partial(_expiries_s, port),
         refusal_counts=refusal_counts,
     )
     jobs, quotas, slot = coordinator.jobs, coordinator.quotas, coordinator.fleet.served or 0
@@ -518,6 +519,10 @@ async def _serving_http(
     )
     async with listening(app, http, tls, settings.shutdown_grace_s):
         yield
+
+
+def _expiries_s(port: Port) -> Mapping[str, float]:
+    return port.tls.material.expiries_s if port.tls is not None else {}
 
 
 def _hosts(settings: CoordinatorSettings) -> Hosts:

@@ -18,7 +18,7 @@ from perseus.tls.files import TlsFiles
 from perseus.tls.tokens import TokenSource
 from tests.service.grpc_fakes import make_secured_settings, make_settings
 
-GOOD, BAD = Verdict.GOOD, Verdict.BAD
+GOOD, WARNING, BAD = Verdict.GOOD, Verdict.WARNING, Verdict.BAD
 
 
 @pytest.fixture
@@ -129,9 +129,18 @@ async def test_who_serves_the_slots_of_a_fleet_is_reported(tmp_path: Path) -> No
     async with running(make_settings(tmp_path), fleet=fleet) as (address, _):
         check = (await checked(Channels(address)))["fleet"]
         assert (check.verdict, check.found) == (GOOD, "slot 0 at me:1, slot 1 at other:1; 1 stands by")
+        fleet.members = members[:2]
+        check = (await checked(Channels(address)))["fleet"]
+        assert (check.verdict, check.found) == (
+            WARNING,
+            "slot 0 at me:1, slot 1 at other:1; 0 stand by",
+        )
+        assert "start one more coordinator" in check.advice
         fleet.members = [Member("me", "")]
         check = (await checked(Channels(address)))["fleet"]
         assert check.verdict is BAD
         assert check.found == "nobody serves slot 1; slot 0 at an unknown address; 0 stand by"
-        fleet.slots = fleet.slots[:1]
-        assert "fleet" not in await checked(Channels(address)), "alone"
+        fleet.members, fleet.slots = members[:1], fleet.slots[:1]
+        assert (await checked(Channels(address)))["fleet"].verdict is WARNING, "its standby may have ended"
+        fleet.slots = [Slot(0, "me", 0)]
+        assert "fleet" not in await checked(Channels(address)), "on SQLite"

@@ -30,8 +30,9 @@ WORKLOAD = replace(SMALL, job_id="scraped")
 SCRAPES_S = 1
 LIMIT_S = 150.0
 
-ELSEWHERE = re.compile("perseus_ledger_|perseus_store_standbys")
-"""Metrics of other tests: the ledger publishes totals once a minute, and only PostgreSQL has standbys."""
+ELSEWHERE = re.compile("perseus_ledger_|perseus_store_standbys|perseus_standby_coordinators")
+"""Metrics of other tests: the ledger publishes totals once a minute, and only PostgreSQL has standbys, of
+itself and of coordinators."""
 
 JUDGED = re.compile(r"(.+?) [<>]=? [\d.]+(?: unless .+)?|absent\((.+)\)")
 

@@ -87,6 +87,10 @@ class Fleet:
         served = self.holders()
         return [slot.number for slot in self.slots if slot.number not in served]
 
+    def standby_count(self) -> int | None:
+        """Return how many stand by; None for one that shares its database with no other."""
+        return len(self.members) - len(self.holders()) if self.me else None
+
     def check_job(self, job_id: str) -> None:
         """Check that a job is of the slot that this coordinator serves.
 

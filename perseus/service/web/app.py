@@ -53,8 +53,7 @@ def make_app(
     async def metrics(request: web.Request) -> web.Response:
         if access is not None:
             access.check(request, READERS)
-        body, content_type = await scrape.answer(request.headers.get("Accept", ""))
-        return web.Response(body=body, headers={"Content-Type": content_type})
+        return await _scraped(request, scrape)
 
     async def file(request: web.Request) -> web.Response:
         found = (files or {}).get(request.match_info.get("path", _PAGE))
@@ -71,9 +70,12 @@ def make_app(
     return app
 
 
-def make_standby_app(fleet: Fleet, hosts: Hosts) -> web.Application:
+def make_standby_app(fleet: Fleet, hosts: Hosts, scrape: Scrape) -> web.Application:
     """Return the application of a coordinator that stands by: it leads browsers to a page that shows jobs,
-    and tells all other callers where that is."""
+    answers scrapes, and tells all other callers where that is."""
+
+    async def metrics(request: web.Request) -> web.Response:
+        return await _scraped(request, scrape)
 
     async def lead(request: web.Request) -> web.Response:
         address, page_url = fleet.any_page()
@@ -82,8 +84,14 @@ def make_standby_app(fleet: Fleet, hosts: Hosts) -> web.Application:
         return web.Response(status=302, headers={hdrs.LOCATION: page_url + request.rel_url.raw_path})
 
     app = _new_app(hosts)
+    app.router.add_get("/metrics", metrics)
     app.router.add_route("*", "/{path:.*}", lead)
     return app
+
+
+async def _scraped(request: web.Request, scrape: Scrape) -> web.Response:
+    body, content_type = await scrape.answer(request.headers.get("Accept", ""))
+    return web.Response(body=body, headers={"Content-Type": content_type})
 
 
 def _new_app(hosts: Hosts | None) -> web.Application:

@@ -13,6 +13,7 @@ from perseus.metrics import names
 from perseus.metrics.readings import Readings
 from perseus.release import release
 from perseus.service.domain.figures import RunFigures
+from perseus.service.domain.members import Fleet
 from perseus.service.domain.model import FaultyPart, JobState, RankState
 from perseus.service.domain.power import FeedStatus
 from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost, ProfilingLimit
@@ -78,14 +79,9 @@ class CoordinatorCollector:
     def _read_process(self, readings: Readings) -> None:
         coordinator = self._coordinator
         live, agents = coordinator.live, coordinator.agents
-        readings.put(names.BUILD_INFO, 1, release())
-        for file, expiry_s in self._expiries_s().items():
-            readings.put(names.CERTIFICATE_EXPIRY, expiry_s, file)
+        _put_member(readings, coordinator.fleet, self._expiries_s())
         readings.put(names.SERVING, coordinator.late_s() <= self._late_limit_s)
-        fleet = coordinator.fleet
-        readings.put(names.LEASE_EPOCH, agents.lease_epoch, str(fleet.served))
-        readings.put(names.IDLE_SLOTS, len(fleet.idle_slots()))
-        readings.put(names.LATE_RENEWALS, fleet.late_renewal_count)
+        readings.put(names.LEASE_EPOCH, agents.lease_epoch, str(coordinator.fleet.served))
         states = Counter(run.machine.record.state for run in live)
         for state in JobState:
             readings.put(names.JOBS, states[state], state.value)
@@ -165,6 +161,23 @@ class CoordinatorCollector:
             share = clocks.on_clock_time_s / clocks.computation_time_s if clocks.computation_time_s else None
             readings.put(names.RANK_ON_CLOCK, share, *labels)
             readings.put(names.RANK_SET_LATENCY, clocks.set_latency_s, *labels)
+
+
+async def collect_standing_by(fleet: Fleet, expiries_s: Callable[[], Mapping[str, float]]) -> Readings:
+    """Read a coordinator that stands by."""
+    readings = Readings()
+    _put_member(readings, fleet, expiries_s())
+    return readings
+
+
+def _put_member(readings: Readings, fleet: Fleet, expiries_s: Mapping[str, float]) -> None:
+    readings.put(names.BUILD_INFO, 1, release())
+    for file, expiry_s in expiries_s.items():
+        readings.put(names.CERTIFICATE_EXPIRY, expiry_s, file)
+    readings.put(names.STANDING_BY, fleet.served is None)
+    readings.put(names.STANDBY_COORDINATORS, fleet.standby_count())
+    readings.put(names.IDLE_SLOTS, len(fleet.idle_slots()))
+    readings.put(names.LATE_RENEWALS, fleet.late_renewal_count)
 
 
 def _put_ledger(readings: Readings, totals: LedgerTotals) -> None:

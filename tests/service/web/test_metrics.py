@@ -34,7 +34,7 @@ from tests.service.web.scraping import Samples, get, scrape, value
 PROFILING = {names.JOB_PROFILING_TRIED, names.JOB_PROFILING_MAX, names.JOB_PROFILING_LEFT}
 CONDITIONAL = {names.JOB_STALLED, names.JOB_STRAGGLER_TIME, names.JOB_BUDGET_TARGET_TIME, *PROFILING}
 UNLIMITED = {names.FEED_LIMIT, names.FEED_POWER_CAP}
-OF_POSTGRESQL = {names.STORE_STANDBYS}
+OF_POSTGRESQL = {names.STORE_STANDBYS, names.STANDBY_COORDINATORS}
 CARBON = {"kind": "carbon", "csv": "/nonexistent/carbon.csv", "column": "g"}
 
 

@@ -65,6 +65,7 @@ RULES: Mapping[str, PackageRules] = {
     "emulation.request_replay": allowed("aiohttp"),
     "rate_limited_log": allowed("structlog"),
     "retry": pure(),
+    "clock_skew": pure(),
     "schedule_name": pure(),
     "logs": allowed("structlog"),
     "background": allowed("structlog"),

@@ -4,10 +4,8 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from perseus.clock_skew import MAX_SKEW_S, clock_ahead_s
 from perseus.tls.files import EXPIRY_WARNING_S
-
-MAX_SKEW_S = 1.0
-"""Largest skew between two clocks that NTP keeps; the network's share is known."""
 
 BAD_SKEW_S = 60.0
 """Skew beyond which certificates and budgets begin and end at noticeably different times."""
@@ -41,12 +39,12 @@ class Check:
 
 def clock_check(sent_s: float, reported_s: float, received_s: float) -> Check:
     """Compare this machine's clock, at the request and the response, with the coordinator's reported one."""
-    late_s = reported_s - (sent_s + received_s) / 2
-    skew_s = max(0.0, abs(late_s) - (received_s - sent_s) / 2)  # transit time is no skew
+    ahead_s = clock_ahead_s(sent_s, reported_s, received_s)
+    skew_s = abs(ahead_s)
     subject = "clocks"
     if skew_s <= MAX_SKEW_S:
         return Check(subject, Verdict.GOOD, "this machine and the coordinator agree on the time")
-    found = f"the coordinator's clock is {'ahead' if late_s > 0 else 'behind'} by {skew_s:.1f} s"
+    found = f"the coordinator's clock is {'ahead' if ahead_s > 0 else 'behind'} by {skew_s:.1f} s"
     verdict = Verdict.WARNING if skew_s <= BAD_SKEW_S else Verdict.BAD
     return Check(subject, verdict, found, "keep both by NTP (chronyc tracking, timedatectl)")
 

@@ -96,6 +96,12 @@ IDLE_SLOTS = SERVER.gauge("idle_slots", "Slots of jobs that no coordinator of th
 LATE_RENEWALS = SERVER.counter(
     "late_lease_renewals", "Renewals of the coordinator's lease that failed, or took a sixth of it."
 )
+CLOCK_SKEW = SERVER.gauge(
+    "clock_skew_seconds",
+    "How far other wall clocks differ from the coordinator's, beyond what the transit explains: of agents' "
+    "hosts (the largest) and of the database; absent where unknown.",
+    "kind",
+)
 JOBS = SERVER.gauge("jobs", "Jobs by the state of their latest run.", "state")
 UNREADABLE_JOBS = SERVER.gauge("unreadable_jobs", "Jobs whose latest run can't be read from the store.")
 HIDDEN_JOBS = SERVER.gauge(

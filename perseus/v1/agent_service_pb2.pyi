@@ -49,6 +49,7 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
+import google.protobuf.timestamp_pb2
 import perseus.v1.clock_statistics_pb2
 import perseus.v1.computation_pb2
 import perseus.v1.frontier_pb2
@@ -1553,9 +1554,16 @@ class Heartbeat(google.protobuf.message.Message):
 
     POWER_INTERVAL_S_FIELD_NUMBER: builtins.int
     SAVINGS_FIELD_NUMBER: builtins.int
+    CURRENT_TIME_FIELD_NUMBER: builtins.int
+    CLOCK_AHEAD_S_FIELD_NUMBER: builtins.int
     power_interval_s: builtins.float
     """From the coordinator, which may send it unprompted: the new requested interval of PowerReadings, seconds; 0 if the
     previous one still applies. Agents leave it 0.
+    """
+    clock_ahead_s: builtins.float
+    """From the agent: how far its clock is ahead of the coordinator's, below 0 if it is behind, seconds; only what the time
+    between its latest answered heartbeat and the answer with current_time does not explain. At most 1e10 either way;
+    absent if unknown.
     """
     @property
     def savings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___JobSaving]:
@@ -1563,13 +1571,21 @@ class Heartbeat(google.protobuf.message.Message):
         is absent while its saving is unknown. Agents leave it empty.
         """
 
+    @property
+    def current_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """From the coordinator, in an answer to a heartbeat: its clock's time. Agents leave it absent."""
+
     def __init__(
         self,
         *,
         power_interval_s: builtins.float = ...,
         savings: collections.abc.Iterable[Global___JobSaving] | None = ...,
+        current_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        clock_ahead_s: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["power_interval_s", b"power_interval_s", "savings", b"savings"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_clock_ahead_s", b"_clock_ahead_s", "clock_ahead_s", b"clock_ahead_s", "current_time", b"current_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_clock_ahead_s", b"_clock_ahead_s", "clock_ahead_s", b"clock_ahead_s", "current_time", b"current_time", "power_interval_s", b"power_interval_s", "savings", b"savings"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_clock_ahead_s", b"_clock_ahead_s"]) -> typing.Literal["clock_ahead_s"] | None: ...
 
 Global___Heartbeat: typing_extensions.TypeAlias = Heartbeat
 

@@ -362,11 +362,12 @@ class HeartbeatAnswer:
     """The answer to a heartbeat.
 
     `power_interval_s`: the new interval of power readings; None: unchanged. `savings`: those that are known,
-    of the jobs whose first ranks this agent serves.
+    of the jobs whose first ranks this agent serves. `time_s`: the coordinator's clock, if given.
     """
 
     power_interval_s: float | None = None
     savings: Mapping[str, Saving] = field(default_factory=dict)
+    time_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,11 @@ from typing import Protocol
 import grpc
 import structlog
 
-from perseus.agent.rank.messages import AgentIdentity, Incoming, MessageRefused, Welcome
+from perseus.agent.rank.messages import AgentIdentity, HeartbeatAnswer, Incoming, MessageRefused, Welcome
 from perseus.agent.stream import statuses, translate
 from perseus.agent.stream.call import Call
 from perseus.bundles import bundled
+from perseus.clock_skew import clock_ahead_s
 from perseus.rate_limited_log import RateLimitedLog
 from perseus.retry import Retry
 from perseus.tls.channels import Channels
@@ -97,6 +98,9 @@ class Connection:
         self._retry = self._new_retry()
         self._outbox: asyncio.Queue[wire.ConnectRequest | None] | None = None
         self._heard_at_s = 0.0
+        # Wall clock: when the oldest heartbeat without an answer was sent, and how far it is ahead of theirs.
+        self._asked_time_s: float | None = None
+        self._clock_ahead_s: float | None = None
         self._was_welcome = self._has_short_rows = False
         self._asked_delay_s = 0.0
         self._error: grpc.aio.AioRpcError | None = None
@@ -208,6 +212,7 @@ class Connection:
             self._outage_log.reset()
             self._heard_at_s = time.monotonic()
             self._outbox = asyncio.Queue()
+            self._asked_time_s = self._clock_ahead_s = None
             self._has_short_rows = welcome.takes_short_rows
             _log.info(
                 "connected", coordinator=self._channels.address, epoch=welcome.epoch, lease_s=welcome.lease_s
@@ -327,10 +332,17 @@ class Connection:
         except translate.MalformedMessageError as error:
             self.send(self._refusal(error))
             return
+        if isinstance(message, HeartbeatAnswer) and message.time_s is not None:
+            self._compare_clocks(message.time_s)
         try:
             self._handler.received(message)
         except Exception:  # a bug that concerns one message
             _log.exception("message not handled", message=type(message).__name__)
+
+    def _compare_clocks(self, their_time_s: float) -> None:
+        if self._asked_time_s is not None:
+            self._clock_ahead_s = -clock_ahead_s(self._asked_time_s, their_time_s, time.time())
+            self._asked_time_s = None
 
     def _note_commit_marker(self, answer: wire.ConnectResponse) -> None:
         if 0 < len(marker := translate.commit_marker(answer)) <= _MAX_COMMIT_MARKER_LENGTH:
@@ -368,6 +380,8 @@ class Connection:
         # Where another coordinator may have taken over, it must be found while the ranks keep their plans.
         limit_s = lease_s / 2 if self._may_be_taken_over else lease_s
         while time.monotonic() - self._heard_at_s < limit_s:
-            outbox.put_nowait(translate.heartbeat())
+            outbox.put_nowait(translate.heartbeat(self._clock_ahead_s))
+            if self._asked_time_s is None:  # one answer may stand for several heartbeats
+                self._asked_time_s = time.time()
             await asyncio.sleep(limit_s / 3)
         raise TimeoutError(f"expected a message within {limit_s:g} s, found silence")

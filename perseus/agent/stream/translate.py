@@ -155,9 +155,9 @@ def hello(
     )
 
 
-def heartbeat() -> wire.ConnectRequest:
-    """Return a heartbeat."""
-    return wire.ConnectRequest(heartbeat=wire.Heartbeat())
+def heartbeat(clock_ahead_s: float | None) -> wire.ConnectRequest:
+    """Return a heartbeat; `clock_ahead_s`: of this host's clock, against the coordinator's, if known."""
+    return wire.ConnectRequest(heartbeat=wire.Heartbeat(clock_ahead_s=clock_ahead_s))
 
 
 def goodbye(reason: str) -> wire.ConnectRequest:
@@ -390,9 +390,11 @@ def response(message: wire.ConnectResponse) -> Incoming:
             about = _place(refused.job_id, refused.rank) if refused.HasField("rank") else None
             return MessageRefused(refused.reason, refused.field, refused.expected, refused.found, about)
         case "heartbeat":
+            now = message.heartbeat.current_time
             return HeartbeatAnswer(
                 _power_interval_s("heartbeat", message.heartbeat),
                 {saving.job_id: _saving(saving) for saving in message.heartbeat.savings},
+                now.seconds + now.nanos / 1e9 if message.heartbeat.HasField("current_time") else None,
             )
         case "drain":
             return Drain(message.drain.reason)

@@ -14,6 +14,7 @@ its file.
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -55,7 +56,7 @@ from perseus.service.api.translate_agents import (
     unknown_fields,
     unmarked_from_proto,
 )
-from perseus.service.domain.bounds import MAX_COUNT
+from perseus.service.domain.bounds import MAX_COUNT, MAX_TOTAL_TIME_S, check_range
 from perseus.service.domain.errors import (
     CoordinatorError,
     EmptyMessageError,
@@ -74,7 +75,7 @@ from perseus.service.domain.gpu_claims import Place
 from perseus.service.domain.inputs import TelemetryArrived
 from perseus.service.domain.limits import ROWS_LIKE_A_MESSAGE
 from perseus.service.domain.measured import Saving
-from perseus.service.domain.messages import coordinates_to_proto, order_to_proto
+from perseus.service.domain.messages import coordinates_to_proto, order_to_proto, time_to_proto
 from perseus.service.domain.model import MaxClock, Offer, PlannedClocks
 from perseus.service.domain.specification import Coordinates, check_job_id
 from perseus.service.shell.agents import Agents
@@ -154,8 +155,10 @@ class OutboxPort:
         message = offer_to_proto(job_id, rank, offer, self.epoch, lease_s)
         self._outbox.replace((job_id, rank), message)
 
-    def heartbeat(self, power_interval_s: float, savings: Mapping[str, Saving]) -> None:
-        """Put Heartbeat in place of one that still waits."""
+    def heartbeat(
+        self, power_interval_s: float, savings: Mapping[str, Saving], time_s: float | None = None
+    ) -> None:
+        """Put Heartbeat in place of one that still waits; an answer to the agent's has the time."""
         heartbeat = agent_service_pb2.Heartbeat(
             power_interval_s=power_interval_s,
             savings=[
@@ -167,6 +170,7 @@ class OutboxPort:
                 for job_id, saving in savings.items()
                 if saving.energy_percent is not None
             ],
+            current_time=time_to_proto(time_s) if time_s is not None else None,
         )
         self._outbox.replace("heartbeat", ConnectResponse(heartbeat=heartbeat))
 
@@ -429,9 +433,7 @@ class _Stream:
                     )
                 )
             case "heartbeat":
-                self._agents.hear(self.instance_id)
-                savings = self._agents.savings(self.instance_id)
-                self._port.heartbeat(self._agents.power_interval_s, savings)
+                self._take_heartbeat(request.heartbeat)
             case "power_reading":
                 self._take_power(request.power_reading)
             case "message_refused":
@@ -487,6 +489,19 @@ class _Stream:
     def _take_unmarked(self, message: agent_service_pb2.TrainerUnmarked) -> None:
         place, why = unmarked_from_proto(message)
         self._agents.note_unmarked(self.instance_id, self._hostname, message.job_id, place, why)
+
+    def _take_heartbeat(self, message: agent_service_pb2.Heartbeat) -> None:
+        self._agents.hear(self.instance_id)
+        savings = self._agents.savings(self.instance_id)
+        self._port.heartbeat(self._agents.power_interval_s, savings, time.time())
+        if message.HasField("clock_ahead_s"):
+            ahead_s = message.clock_ahead_s
+            try:
+                check_range("heartbeat.clock_ahead_s", ahead_s, -MAX_TOTAL_TIME_S, MAX_TOTAL_TIME_S)
+            except InvalidFieldError as error:
+                self._refuse(error)
+            else:
+                self._agents.note_clock(self.instance_id, self._hostname, ahead_s)
 
     def _take_power(self, message: agent_service_pb2.PowerReading) -> None:
         try:

@@ -46,6 +46,7 @@ class Fleet:
         members: all of them; one that is gone is no member.
         slots: all slots, by number.
         late_renewal_count: how often its lease could not be renewed in time.
+        database_skew_s: how far the database's clock differs from its own; None if unknown.
     """
 
     me: str = ""
@@ -53,6 +54,7 @@ class Fleet:
     members: Sequence[Member] = (Member("", ""),)
     slots: Sequence[Slot] = (Slot(0, "", 0),)
     late_renewal_count: int = 0
+    database_skew_s: float | None = None
 
     def addresses(self) -> dict[int, str]:
         """Return the addresses of those that serve a slot, by slot; empty if unknown."""

@@ -10,6 +10,8 @@ from functools import partial
 
 import structlog
 
+from perseus.clock_skew import SkewWatch
+from perseus.rate_limited_log import RateLimitedLog
 from perseus.service.domain.errors import (
     CoordinatorError,
     InstanceServedError,
@@ -76,6 +78,8 @@ class _Agent:
     """By UUID, the rank that it last joined on that GPU."""
     unmarked: dict[tuple[str, Coordinates], str] = field(default_factory=dict)
     """By job and rank, why trainers mark no iterations, for people."""
+    clock: SkewWatch = field(default_factory=SkewWatch)
+    """Its host's wall clock, against the coordinator's."""
 
 
 class Agents:
@@ -110,6 +114,7 @@ class Agents:
         self._monotonic = monotonic
         self._readings = PowerReadings()
         self._checking = asyncio.Lock()
+        self._clock_log = RateLimitedLog(log)
         self.taken_count = self.repeated_count = self.passed_count = 0
         self.thinning = Thinning()
         self.thinned_counts: Counter[Part] = Counter()
@@ -330,6 +335,28 @@ class Agents:
         """
         run = self._live.find(job_id)
         self._live.handle(run, event)
+
+    def note_clock(self, instance_id: str, hostname: str, ahead_s: float) -> None:
+        """Note how far the clock of an agent's host is ahead of the coordinator's, which its heartbeats tell.
+
+        Nothing else of an agent goes by its wall clock than the validity of certificates, and its log.
+        """
+        if (agent := self._agents.get(instance_id)) is not None and agent.clock.take(ahead_s):
+            self._clock_log.warning(
+                "an agent's clock differs from the coordinator's: keep both by NTP, as certificates and logs "
+                "go by each host's own"
+                if agent.clock.is_large
+                else "an agent's clock agrees with the coordinator's again",
+                hostname,
+                hostname=hostname,
+                instance_id=instance_id,
+                ahead_s=round(ahead_s, 3),
+            )
+
+    def clock_skew_s(self) -> float | None:
+        """Return the largest difference of an agent's clock; None if none is known."""
+        known = [abs(a.clock.ahead_s) for a in self._agents.values() if a.clock.ahead_s is not None]
+        return max(known, default=None)
 
     def note_unmarked(
         self, instance_id: str, hostname: str, job_id: str, place: Coordinates, why: str

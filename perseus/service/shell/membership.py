@@ -9,6 +9,7 @@ from typing import TypeVar, assert_never
 
 import structlog
 
+from perseus.clock_skew import SkewWatch
 from perseus.rate_limited_log import RateLimitedLog
 from perseus.service.domain.errors import (
     DatabaseUnavailableError,
@@ -74,6 +75,7 @@ class FleetMember:
         self._machine: Membership | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._failures = RateLimitedLog(log)
+        self._database_clock = SkewWatch()
 
     async def join(self, address: str, place: str, page_url: str) -> None:
         """Become a member, as `MemberRows.join`, and take part until `leave` or until the lease is lost.
@@ -153,7 +155,19 @@ class FleetMember:
             if isinstance(answer, Renewed):
                 self._failures.reset()
                 self.fleet.members, self.fleet.slots = answer.members, answer.slots
+                self._note_clock(self._rows.database_ahead_s)
             self._handle(answer)
+
+    def _note_clock(self, database_ahead_s: float) -> None:
+        if self._database_clock.take(database_ahead_s):
+            log.warning(
+                "the database's clock differs from this coordinator's: keep both by NTP, as power budgets, "
+                "tokens and the ledger's hours go by the clock of whichever coordinator serves"
+                if self._database_clock.is_large
+                else "the database's clock agrees with this coordinator's again",
+                database_ahead_s=round(database_ahead_s, 3),
+            )
+        self.fleet.database_skew_s = abs(database_ahead_s)
 
     def _done(self, command: Command, sent_s: float) -> Event | None:
         match command:

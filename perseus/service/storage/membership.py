@@ -14,12 +14,14 @@ within a pipeline of statements. So whoever takes over from a member that is gon
 which it finds by its name.
 """
 
+import time
 import uuid
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, text
 
+from perseus.clock_skew import clock_ahead_s
 from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
 from perseus.service.domain.members import Member, Slot
 from perseus.service.storage.engines import (
@@ -51,7 +53,7 @@ VALUES (:me, :address, :place, extract(epoch FROM clock_timestamp()) + :lease_s,
 _RENEW = """
 UPDATE members SET expire_time_s = extract(epoch FROM clock_timestamp()) + :lease_s
 WHERE member_id = :me AND expire_time_s > extract(epoch FROM clock_timestamp())
-RETURNING member_id"""
+RETURNING extract(epoch FROM clock_timestamp())"""
 
 _EVICT = """
 DELETE FROM members WHERE member_id IN (
@@ -85,6 +87,7 @@ class MemberRows:
 
     Attributes:
         member_id: its identifier, for this start of the coordinator alone.
+        database_ahead_s: how far the server's clock was ahead of this host's at the latest renewal.
     """
 
     def __init__(self, database: Path | str, lease_s: float, slots: int = 1) -> None:
@@ -95,6 +98,7 @@ class MemberRows:
                 number of slots, lacks the data of one, or a coordinator of an older release runs on it.
         """
         self.member_id = uuid.uuid4().hex
+        self.database_ahead_s = 0.0
         self._lease_s = lease_s
         self._name = database_name(database)
         self._engine, self._abort = postgresql_engine(
@@ -132,8 +136,10 @@ class MemberRows:
     def renew(self) -> tuple[list[Member], list[Slot]] | None:
         """Renew the lease, delete expired members, and return all members and slots; None if it had
         expired."""
-        if not self._run(_RENEW):
+        sent_s = time.time()
+        if not (renewed := self._run(_RENEW)):
             return None
+        self.database_ahead_s = clock_ahead_s(sent_s, float(renewed[0][0]), time.time())
         self._run(_EVICT)
         members = self._run("SELECT member_id, address, page_url FROM members ORDER BY member_id")
         slots = self._run("SELECT number, holder, lease_epoch FROM slots ORDER BY number")

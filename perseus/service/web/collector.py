@@ -90,6 +90,7 @@ class CoordinatorCollector:
             readings.put(names.JOB_FAULTS, live.fault_counts[part], part.name.lower())
         readings.put(names.LOOP_LAG, coordinator.lag_s)
         readings.put(names.LOOP_LATE, coordinator.late_total_s)
+        readings.put(names.CLOCK_SKEW, agents.clock_skew_s(), "agents")
         readings.put(names.AGENT_STREAMS, agents.stream_count)
         readings.put(names.WATCH_STREAMS, sum(len(run.watchers) for run in live))
         readings.put(names.BATCHES, agents.taken_count, "taken")
@@ -178,6 +179,7 @@ def _put_member(readings: Readings, fleet: Fleet, expiries_s: Mapping[str, float
     readings.put(names.STANDBY_COORDINATORS, fleet.standby_count())
     readings.put(names.IDLE_SLOTS, len(fleet.idle_slots()))
     readings.put(names.LATE_RENEWALS, fleet.late_renewal_count)
+    readings.put(names.CLOCK_SKEW, fleet.database_skew_s, "database")
 
 
 def _put_ledger(readings: Readings, totals: LedgerTotals) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
+from time import time
 from typing import Any
 
 import grpc
@@ -18,6 +19,7 @@ from perseus.agent.stream.connection import Connection
 from perseus.agent.stream.translate import PROTOCOL_VERSION
 from perseus.service.api.elsewhere import Elsewhere
 from perseus.service.domain.members import Fleet, Member, Slot
+from perseus.service.domain.messages import time_to_proto
 from perseus.tls.channels import Channels
 from perseus.tls.tokens import TokenSource
 from perseus.v1 import agent_service_pb2 as wire
@@ -109,6 +111,26 @@ async def test_answered_heartbeats_keep_the_stream() -> None:
     witness = Witness()
     await converse(witness, lambda: heartbeats >= 4, answering)
     assert witness.seen.count("disconnected") == 1, "when the test ended it"
+
+
+async def test_heartbeats_tell_how_far_the_clock_is_ahead_of_the_coordinators() -> None:
+    skew_s, reports_s = 1e6, list[float | None]()
+
+    async def answering(
+        requests: AsyncIterator[wire.ConnectRequest],
+    ) -> AsyncIterator[wire.ConnectResponse]:
+        async for request in requests:
+            if request.WhichOneof("message") == "hello":
+                yield welcome(lease_s=1.0)
+                continue
+            beat = request.heartbeat
+            reports_s.append(beat.clock_ahead_s if beat.HasField("clock_ahead_s") else None)
+            yield wire.ConnectResponse(heartbeat=wire.Heartbeat())  # unprompted: without the time
+            yield wire.ConnectResponse(heartbeat=wire.Heartbeat(current_time=time_to_proto(time() - skew_s)))
+
+    await converse(Witness(), lambda: len(reports_s) >= 3, answering)
+    assert reports_s[0] is None
+    assert reports_s[1:3] == [pytest.approx(skew_s, rel=0.01)] * 2
 
 
 async def test_streams_that_end_fail_or_begin_wrongly_are_followed_by_another() -> None:

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
+import structlog
+
 from perseus.service.domain.inputs import AgentDisconnected, AgentHeard, Input, RankJoined, RankLeft
 from perseus.service.domain.model import RankLeftReason
 from perseus.service.domain.specification import Coordinates
@@ -84,6 +86,23 @@ async def test_a_heartbeat_reaches_none_of_a_thousand_finished_jobs() -> None:
     agents.hear("agent")
     fed = sorted(job_id for job_id, event in jobs.handled if event == AgentHeard("agent"))
     assert fed == ["lives", "lives, too"]
+
+
+async def test_a_clock_that_differs_is_logged_once_and_when_it_agrees_again() -> None:
+    agents, port = await greeted(Jobs())
+    assert agents.clock_skew_s() is None
+    with structlog.testing.capture_logs() as entries:
+        for ahead_s in (0.2, -90.0, -91.0, 0.1):
+            agents.note_clock("agent", "host-a", ahead_s)
+            assert agents.clock_skew_s() == abs(ahead_s)
+    assert [entry["hostname"] for entry in entries] == ["host-a", "host-a"]
+    assert [entry["ahead_s"] for entry in entries] == [-90.0, 0.1]
+    assert [entry["event"].partition(":")[0] for entry in entries] == [
+        "an agent's clock differs from the coordinator's",
+        "an agent's clock agrees with the coordinator's again",
+    ]
+    agents.part("agent", port, is_goodbye=True)
+    assert agents.clock_skew_s() is None
 
 
 async def test_a_job_is_dropped_once_it_has_no_live_rank() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+import structlog
 
 from perseus.service.domain.errors import DatabaseUnavailableError, LeaseLostError, StoreFailedError
 from perseus.service.domain.members import Member, Slot
@@ -22,6 +23,7 @@ class Rows:
         self.calls: list[str] = []
         self.is_failing = False
         self.has_connections = True
+        self.database_ahead_s = 0.0
 
     def _note(self, call: str) -> None:
         if self.is_failing:
@@ -110,6 +112,20 @@ async def test_it_ends_when_the_lease_is_not_renewed_or_another_has_the_slot(is_
     await member.leave()
     assert "depart" not in rows.calls
     assert rows.calls[-3:] == ["abort", "close", "disconnect"], "whoever waits for the store waits in vain"
+
+
+async def test_a_clock_that_differs_from_the_databases_is_logged() -> None:
+    rows = Rows(Slot(0, "b", 4), Member("b", "b:1"))
+    rows.database_ahead_s = -8.0
+    with structlog.testing.capture_logs() as entries:
+        member = await joined(rows)
+        async with asyncio.timeout(5):
+            while member.fleet.database_skew_s is None:  # noqa: ASYNC110 - it is read from the database
+                await asyncio.sleep(0.01)
+        await member.leave()
+    assert member.fleet.database_skew_s == 8.0
+    (entry,) = [entry for entry in entries if entry["event"].startswith("the database's clock")]
+    assert entry["database_ahead_s"] == -8.0
 
 
 async def test_it_takes_no_slot_while_it_can_not_connect() -> None:

@@ -2,10 +2,12 @@
 
 import asyncio
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import psycopg
 import pytest
@@ -95,6 +97,15 @@ def test_an_expired_lease_is_never_renewed_and_its_slot_is_free(fleet: Fleet) ->
     assert [member.member_id for member in found[0]] == [second.member_id]
     assert second.take(0, 1) == 2
     assert first.take(0, 2) is None
+
+
+def test_a_renewal_compares_the_clocks(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    member, clock = fleet.join(), time.time
+    assert member.renew() is not None
+    assert member.database_ahead_s == 0, "it is this host's"
+    monkeypatch.setattr(membership, "time", SimpleNamespace(time=lambda: clock() - 1e6))
+    assert member.renew() is not None
+    assert member.database_ahead_s == pytest.approx(1e6, rel=0.01)
 
 
 def test_a_lease_that_is_being_renewed_is_not_taken_for_expired(fleet: Fleet) -> None:

@@ -12,6 +12,13 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else _escaped(each) for each in text)
 
 
+def os_error_text(error: OSError) -> str:
+    """Return a system error in words: the file and the problem, or the error's own message."""
+    if error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+
+
 def _escaped(character: str) -> str:
     code = ord(character)
     if code < 0x100:

@@ -199,7 +199,11 @@ def test_the_coordinator_has_a_user_of_its_own_and_nothing_else() -> None:
     _, name, _, _, home = shlex.split((DEPLOY / "perseus-coordinator.sysusers").read_text().splitlines()[1])
     assert (service["User"], service["StateDirectory"]) == (name, Path(home).name)
     assert service["CapabilityBoundingSet"] == ""
-    assert service["RestartPreventExitStatus"] == str(BAD_INPUT)
+
+
+@pytest.mark.parametrize("path", [UNIT, COORDINATOR_UNIT])
+def test_a_wrong_setting_ends_a_service_for_good(path: Path) -> None:
+    assert unit(path)["RestartPreventExitStatus"] == str(BAD_INPUT)
 
 
 def test_records_outlive_the_service() -> None:

@@ -12,7 +12,7 @@ from perseus.agent.sidecar.settings import AgentSettings
 from perseus.cli.flags import configured
 from perseus.cli.progress import working
 from perseus.cli.rows import print_json
-from perseus.cli.terminal import FAILURE, error_console, fail, os_error_text, print_whole
+from perseus.cli.terminal import FAILURE, error_console, fail, print_whole
 from perseus.printable import printable
 
 
@@ -54,10 +54,9 @@ def _serve(settings: AgentSettings) -> None:
     from perseus.tls.files import TlsError
     from perseus.tls.tokens import TokenFileError
 
-    try:
+    foreseen = (OSError, GpuError, TlsError, TokenFileError, MetricsUnavailableError, ServingError)
+    with logs.exiting(dict.fromkeys(foreseen, FAILURE)):
         asyncio.run(run(settings, int(lifeline) if lifeline is not None else None))
-    except (OSError, GpuError, TlsError, TokenFileError, MetricsUnavailableError, ServingError) as error:
-        fail(os_error_text(error) if isinstance(error, OSError) else str(error), FAILURE)
 
 
 def _restore(settings: AgentSettings) -> None:

@@ -8,7 +8,7 @@ import typer
 from perseus import logs
 from perseus.cli import store
 from perseus.cli.flags import configured
-from perseus.cli.terminal import FAILURE, STORE_FAILED, fail
+from perseus.cli.terminal import FAILURE, STORE_FAILED
 from perseus.service.settings import CoordinatorSettings
 
 
@@ -28,10 +28,6 @@ def coordinator(
         store.check_store(settings.database)
         return
     logs.configure(settings.log_level, settings.log_format)
-    try:
-        with asyncio.Runner(loop_factory=MeasuredLoop) as runner:
-            runner.run(serve(settings))
-    except StartupError as error:
-        fail(str(error), FAILURE)
-    except StoreFailedError as error:
-        fail(str(error), STORE_FAILED)
+    codes: dict[type[Exception], int] = {StartupError: FAILURE, StoreFailedError: STORE_FAILED}
+    with logs.exiting(codes), asyncio.Runner(loop_factory=MeasuredLoop) as runner:
+        runner.run(serve(settings))

@@ -8,7 +8,7 @@ import typer
 
 from perseus import logs
 from perseus.cli.flags import configured
-from perseus.cli.terminal import FAILURE, fail, os_error_text, warn
+from perseus.cli.terminal import FAILURE, fail, os_error_text
 from perseus.grid.settings import DsxFlexSettings
 
 app = typer.Typer(no_args_is_help=True)
@@ -30,8 +30,8 @@ def dsx_flex(settings: DsxFlexSettings) -> None:
 
     logs.configure(settings.log_level, settings.log_format)
     if settings.insecure:
-        warn("--insecure: traffic to other machines may be plaintext")
-    try:
+        logs.log.warning("insecure: traffic to other machines may be plaintext")
+    with logs.exiting(dict.fromkeys((JournalError, KeyFileError, TlsError, TokenFileError), FAILURE)):
         token = find_token(
             path=settings.token_file,
             token=settings.token.get_secret_value() if settings.token is not None else None,
@@ -39,8 +39,6 @@ def dsx_flex(settings: DsxFlexSettings) -> None:
             variable="PERSEUS_GRID_TOKEN",
         )
         asyncio.run(run(settings, token))
-    except (JournalError, KeyFileError, TlsError, TokenFileError) as error:
-        fail(str(error), FAILURE)
 
 
 @app.command("new-key")

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
 
+from perseus.printable import os_error_text as os_error_text
 from perseus.printable import printable
 
 BAD_INPUT = 2
@@ -47,13 +48,6 @@ def print_whole(*tables: RenderableType, to: Console = console) -> None:
         measured = Measurement.get(to, to.options.update(width=_ANY_WIDTH), table)
         width = max(to.width, measured.minimum) if to.is_terminal else measured.maximum
         _Console(file=to.file, width=width, markup=False, emoji=False).print(table, crop=False)
-
-
-def os_error_text(error: OSError) -> str:
-    """Return a system error in words: the file and the problem, or the error's own message."""
-    if error.strerror is None:
-        return str(error)
-    return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
 
 
 def warn(message: str) -> None:

@@ -17,6 +17,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from perseus.background import background_task
+from perseus.logs import log_end
 from perseus.service.api.agent_service import AgentService
 from perseus.service.api.authentication import Authentication, NoAuthentication
 from perseus.service.api.calls import unary_calls
@@ -34,6 +35,7 @@ from perseus.service.domain.errors import (
     AddressUnavailableError,
     DaskMissingError,
     DatabaseUnreadableError,
+    StoreFailedError,
     TokenFileUnusableError,
 )
 from perseus.service.domain.ledger import Rates
@@ -171,10 +173,10 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
     collecting = background_task("garbage collection", _collect_in_time())
     try:
         async with joined(settings) as member:
-            ends = {stopped}
+            ends = [stopped]
             fence, fleet = None, Fleet(members=[Member("", _address(settings), _page_url(settings))])
             if member is not None:
-                ends.add(member.ended)
+                ends.append(member.ended)  # its loss of the lease is also why the store fails then
                 waiting = {*ends, member.taken}
                 done, _ = await asyncio.wait(
                     waiting, timeout=_STANDBY_AFTER_S, return_when=asyncio.FIRST_COMPLETED
@@ -190,6 +192,13 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
                 if on_listening is not None:
                     on_listening(address)
                 await asyncio.wait({*ends, background}, return_when=asyncio.FIRST_COMPLETED)
+                try:
+                    for end in (*ends, background):
+                        if end.done():
+                            end.result()
+                except Exception as error:  # said before the others are waited for
+                    log_end(error, StoreFailedError)
+                    raise
                 log.info("stopping", grace_s=settings.shutdown_grace_s)
     finally:
         stopped.cancel()

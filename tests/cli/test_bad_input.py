@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import socket
 import sqlite3
 from functools import partial
@@ -215,7 +216,7 @@ def test_a_mistake_is_one_line_and_an_exit_code(
     assert result.exit_code == exit_code, result.output
     assert message.replace("{folder}", str(tmp_path)) in result.stderr
     if not result.stderr.startswith("Usage"):
-        assert [line for line in result.stderr.splitlines() if line.startswith("error: ")], result.stderr
+        assert re.search("^error: |^[^ ]+ \\[critical ] ends with an error ", result.stderr, re.MULTILINE)
     assert "\x1b" not in result.stderr
     assert "Traceback" not in result.output
     assert (tmp_path / "profile.csv").read_bytes() == content
@@ -318,7 +319,8 @@ def test_grpc_adds_no_line_of_its_own(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert ended.exit_code == 1
-    assert ended.error.startswith(f"error: cannot listen on unix:{tmp_path}")
+    (record,) = ended.error.splitlines()
+    assert f"cause='cannot listen on unix:{tmp_path}" in record
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,12 @@ def test_a_missing_file_is_named_by_the_gateway(
 
 def test_a_second_gateway_with_the_same_state_is_refused(given: list[object], tmp_path: Path) -> None:
     journal = Journal(tmp_path / "state.db")
-    done = perseus("grid", "dsx-flex", *given)
+    done = perseus("grid", "dsx-flex", *given, "--log-format=json")
     journal.close()
     assert done.exit_code == 1
-    assert "state.db: expected a file of this gateway alone" in " ".join(done.stderr.split())
+    record = json.loads(done.stderr.splitlines()[-1])
+    assert (record["event"], record["level"]) == ("ends with an error", "critical")
+    assert "state.db: expected a file of this gateway alone" in record["cause"]
 
 
 def test_a_new_key_is_private_and_never_overwritten(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from perseus.service.fleet import membership
 from perseus.service.storage import membership as rows
 
 if __name__ == "__main__":
-    membership.Membership._stop = lambda self: []  # type: ignore[method-assign]
+    membership.Membership._stop = lambda self, cause: []  # type: ignore[method-assign]
     rows.check_fence = lambda *_: None
     rows.session_of = lambda member_id: member_id
     main()

@@ -45,6 +45,7 @@ from perseus.agent.sidecar.roster import Roster
 from perseus.agent.sidecar.self_test import gpu_findings
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.uplink import Uplink
+from perseus.logs import log_end
 
 _log = structlog.get_logger(__name__)
 
@@ -83,7 +84,11 @@ async def run(settings: AgentSettings, lifeline: int | None = None) -> None:
             await asyncio.wait([stopped, failure], return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
             if failure.done():
-                failure.result()
+                try:
+                    failure.result()
+                except Exception as error:  # said before the GPUs are restored, which may take long
+                    log_end(error)
+                    raise
     finally:
         if beating is not None:
             beating.cancel()

@@ -580,4 +580,4 @@ class StoreFailedError(ServiceError):
 class LeaseLostError(StoreFailedError):
     """This coordinator could not renew its lease in time, or another one has taken over its jobs."""
 
-    template = "the lease on the jobs is lost: another coordinator may have taken over"
+    template = "this coordinator's lease is lost: {cause}"

@@ -100,7 +100,13 @@ class Depart:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Stop serving at once, and end: the lease has expired or may have, or the slot has another holder."""
+    """Stop serving at once, and end: the lease has expired or may have, or the slot has another holder.
+
+    Attributes:
+        cause: which of them, in words.
+    """
+
+    cause: str
 
 
 Command = Renew | Take | Serve | Depart | Stop
@@ -129,7 +135,7 @@ class Membership:
         if self.has_ended:
             return []
         if now_s >= self._deadline_s:  # even if a renewal is answered now: it may have come too late
-            return self._stop()
+            return self._stop_unrenewed()
         match event:
             case Ticked():
                 return self._on_ticked(now_s)
@@ -139,7 +145,7 @@ class Membership:
                 self._is_renewing = False
                 return self._on_ticked(now_s)
             case Expired():
-                return self._stop()
+                return self._stop("it had expired before it was renewed")
             case Taken(number, lease_epoch):
                 return self._on_taken(number, lease_epoch)
             case LeaveRequested():
@@ -158,11 +164,14 @@ class Membership:
         self._is_renewing = False
         self._deadline_s = event.sent_s + self._lease_s * KEPT_SHARE
         if now_s >= self._deadline_s:  # the answer comes from before a freeze
-            return self._stop()
+            return self._stop_unrenewed()
         ours = [slot for slot in event.slots if slot.holder == self._member_id]
         if self.held is not None:
+            if ours == [self.held]:
+                return []
             # Of two, one was taken long after its outcome was given up: only a new member can free it.
-            return [] if ours == [self.held] else self._stop()
+            is_second = self.held in ours
+            return self._stop("it has a second slot" if is_second else "its slot has been taken since")
         if self._is_taking:
             return []
         # A slot of ours that we don't serve was taken with an unknown outcome: a new epoch settles it.
@@ -186,7 +195,10 @@ class Membership:
         self.held = Slot(number, self._member_id, lease_epoch)
         return [Serve(number, lease_epoch)]
 
-    def _stop(self) -> list[Command]:
+    def _stop_unrenewed(self) -> list[Command]:
+        return self._stop(f"it was not renewed for {self._lease_s * KEPT_SHARE:g} s")
+
+    def _stop(self, cause: str) -> list[Command]:
         self.held = None
         self.has_ended = True
-        return [Stop()]
+        return [Stop(cause)]

@@ -75,6 +75,7 @@ class FleetMember:
         self._machine: Membership | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._failures = RateLimitedLog(log)
+        self._failure = ""
         self._database_clock = SkewWatch()
 
     async def join(self, address: str, place: str, page_url: str) -> None:
@@ -126,11 +127,12 @@ class FleetMember:
                     self.fleet.served = number
                     self.fleet.slots = [taken if slot.number == number else slot for slot in self.fleet.slots]
                     self.taken.set_result(taken)
-                case Stop():
+                case Stop(cause):
                     for each in self.connections:  # nothing may be stored any more, so nobody waits for it
                         each.abort()
                     if not self.ended.done():
-                        self.ended.set_exception(LeaseLostError())
+                        causes = filter(None, (cause, self._failure))
+                        self.ended.set_exception(LeaseLostError(cause=": ".join(causes)))
                 case _:
                     self._commands.put_nowait(command)
 
@@ -142,6 +144,7 @@ class FleetMember:
             try:
                 answer = await self._in_thread(partial(self._done, command, sent_s))
             except (StoreFailedError, DatabaseUnavailableError) as error:
+                self._failure = str(error)
                 if isinstance(command, Take):
                     self._failures.warning("the slot is not taken", str(error), cause=str(error))
                 else:
@@ -154,6 +157,7 @@ class FleetMember:
                 return
             if isinstance(answer, Renewed):
                 self._failures.reset()
+                self._failure = ""
                 self.fleet.members, self.fleet.slots = answer.members, answer.slots
                 self._note_clock(self._rows.database_ahead_s)
             self._handle(answer)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import structlog
 
 from perseus.agent import Kind, Probe
 from perseus.agent.link.packets import Saving
@@ -16,7 +17,7 @@ from perseus.agent.probe import agent_connection
 from perseus.agent.probe.job_spec import NamedSchedule
 from perseus.agent.rank import join_state
 from perseus.agent.sidecar import admission, clock_worker
-from perseus.agent.sidecar.shell import run, serving
+from perseus.agent.sidecar.shell import Agent, run, serving
 from perseus.agent.stream import registration
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
@@ -363,6 +364,23 @@ async def test_sigterm_ends_the_agent_with_its_gpus_at_stock(
     assert gpu.sm_clock_mhz() == STOCK_MHZ
     assert coordinator.inbox.heard[-1].WhichOneof("message") == "goodbye"
     await trainer.stop()
+
+
+async def test_what_ends_the_agent_is_logged_before_its_end(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(agent: Agent) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Agent, "_tick", fail)
+    coordinator = await start(Inbox())
+    with structlog.testing.capture_logs() as entries, pytest.raises(ExceptionGroup):
+        await run(settings(tmp_path, coordinator.port))
+    events = [entry["event"] for entry in entries]
+    assert [event for event in events if event in ("ends with an error", "stopped")] == [
+        "ends with an error",
+        "stopped",
+    ]
 
 
 async def test_a_loop_that_hangs_leaves_the_gpu_at_stock_until_it_goes_on(

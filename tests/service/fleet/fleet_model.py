@@ -350,4 +350,5 @@ class Fleet(RuleBasedStateMachine):
 
 def _serves_on(machine: Membership, now_s: float) -> bool:
     """Return whether a member would not stop if it looked at its clock now."""
-    return machine.held is not None and Stop() not in copy(machine).handle(Ticked(), now_s)
+    commands = copy(machine).handle(Ticked(), now_s)
+    return machine.held is not None and not any(isinstance(command, Stop) for command in commands)

@@ -25,6 +25,7 @@ LEASE_S = 30.0
 ALONE = [Member("a", "a:1")]
 BOTH = [Member("a", "a:1"), Member("b", "b:1")]
 OURS = Slot(0, "a", 1)
+UNRENEWED = Stop("it was not renewed for 20 s")
 
 
 def holding(slot: Slot = OURS) -> Membership:
@@ -79,8 +80,8 @@ def test_without_a_free_slot_it_stands_by() -> None:
 def test_it_stops_at_two_thirds_of_its_lease_counted_from_when_it_asked() -> None:
     machine = holding()
     machine.handle(Renewed(5.0, ALONE, [OURS]), 12.0)
-    assert machine.handle(Ticked(), 24.9) != [Stop()]
-    assert machine.handle(Ticked(), 25.0) == [Stop()]
+    assert UNRENEWED not in machine.handle(Ticked(), 24.9)
+    assert machine.handle(Ticked(), 25.0) == [UNRENEWED]
     assert machine.has_ended
     assert machine.handle(Renewed(26.0, ALONE, []), 26.0) == []
 
@@ -88,24 +89,25 @@ def test_it_stops_at_two_thirds_of_its_lease_counted_from_when_it_asked() -> Non
 @pytest.mark.parametrize("sent_s", [5.0, 19.0])
 def test_an_answer_after_a_freeze_stops_it(sent_s: float) -> None:
     """Even if the renewal was sent late: another may have taken over before it took effect."""
-    assert holding().handle(Renewed(sent_s, ALONE, [OURS]), 25.0) == [Stop()]
+    assert holding().handle(Renewed(sent_s, ALONE, [OURS]), 25.0) == [UNRENEWED]
 
 
 def test_an_expired_lease_is_never_renewed() -> None:
     machine = holding()
-    assert machine.handle(Expired(), 1.0) == [Stop()]
+    assert machine.handle(Expired(), 1.0) == [Stop("it had expired before it was renewed")]
     assert machine.has_ended
 
 
 @pytest.mark.parametrize("found", [Slot(0, "b", 2), Slot(0, "a", 2), Slot(0, "", 1)])
 def test_one_that_has_lost_its_slot_stops(found: Slot) -> None:
     machine = holding()
-    assert machine.handle(Renewed(1.0, BOTH, [found]), 1.0) == [Stop()]
+    assert machine.handle(Renewed(1.0, BOTH, [found]), 1.0) == [Stop("its slot has been taken since")]
     assert machine.held is None
 
 
 def test_one_that_has_taken_a_second_slot_unknowingly_stops_and_so_frees_it() -> None:
-    assert holding().handle(Renewed(1.0, ALONE, [OURS, Slot(1, "a", 1)]), 1.0) == [Stop()]
+    stopped = holding().handle(Renewed(1.0, ALONE, [OURS, Slot(1, "a", 1)]), 1.0)
+    assert stopped == [Stop("it has a second slot")]
 
 
 def test_leaving_departs_at_once_even_while_a_slot_is_being_taken() -> None:

@@ -1,14 +1,17 @@
 """The coordinator and its store: lost state, jobs that can't be read or are archived, failures."""
 
 import asyncio
+import json
 import os
 import shutil
 import sqlite3
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import structlog
 from typer.testing import CliRunner
 
 from perseus.cli.main import app
@@ -223,14 +226,31 @@ async def test_a_store_that_fails_stops_everything_with_its_error(tmp_path: Path
     assert not [task for task in asyncio.all_tasks() if "_tick" in repr(task)]
 
 
-def test_the_command_ends_with_one_line_and_its_exit_code(
+async def test_its_error_is_logged_before_its_end(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    with structlog.testing.capture_logs() as entries:
+        serving = asyncio.ensure_future(server.serve(settings, on_listening=listening.set_result))
+        async with connected_to(await listening) as client:
+            os.unlink(settings.database)
+            request = asyncio.ensure_future(client.register())
+            with pytest.raises(StoreFailedError, match="was removed or replaced"):
+                await asyncio.wait_for(serving, TIMEOUT_S)
+            request.cancel()
+    causes = {entry["event"]: entry.get("cause", "") for entry in entries}
+    assert [*causes][-2:] == ["ends with an error", "stopped"]
+    assert "was removed or replaced" in causes["ends with an error"]
+
+
+def test_the_command_ends_with_one_record_and_its_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "serve", serve_without_the_file)
     database = tmp_path / "perseus.db"
     flags = ["--listen=127.0.0.1:0", f"--database={database}", "--shutdown-grace-s=0.5", "--insecure"]
-    done = CliRunner().invoke(app, ["coordinator", *flags])
+    done = CliRunner().invoke(app, ["coordinator", *flags, "--log-format=json"])
     assert done.exit_code == 3
-    lines = done.stderr.splitlines()
-    assert lines[-1] == f"error: the database {database} failed: its file {database} was removed or replaced"
-    assert not any("Traceback" in line for line in lines)
+    records = [json.loads(line) for line in done.stderr.splitlines()]
+    assert datetime.fromisoformat(records[-1].pop("timestamp"))
+    cause = f"the database {database} failed: its file {database} was removed or replaced"
+    assert records[-1] == {"event": "ends with an error", "level": "critical", "cause": cause}

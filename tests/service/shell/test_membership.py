@@ -107,11 +107,28 @@ async def test_it_ends_when_the_lease_is_not_renewed_or_another_has_the_slot(is_
     await asyncio.wait_for(member.taken, 5)
     rows.is_failing = is_failing
     rows.slot = Slot(0, "b", 6)
-    with pytest.raises(LeaseLostError):
+    with pytest.raises(LeaseLostError, match="was not renewed" if is_failing else "been taken since"):
         await asyncio.wait_for(member.ended, 5)
     await member.leave()
     assert "depart" not in rows.calls
     assert rows.calls[-3:] == ["abort", "close", "disconnect"], "whoever waits for the store waits in vain"
+
+
+async def test_a_lost_lease_has_the_databases_failure_as_its_cause() -> None:
+    now_s, lease_s, rows = 0.0, 0.3, Rows(Slot(0, "b", 4), Member("b", "b:1"))
+    member = FleetMember(rows, lease_s, rows.open_connections, lambda: now_s)  # type: ignore[arg-type] # as above
+    await member.join("a:1", "", "")
+    rows.is_failing, now_s = True, lease_s / 2
+    async with asyncio.timeout(5):
+        while not member.fleet.late_renewal_count:  # noqa: ASYNC110 - a renewal has failed
+            await asyncio.sleep(0.01)
+    now_s = lease_s
+    with pytest.raises(LeaseLostError) as lost:
+        await asyncio.wait_for(member.ended, 5)
+    await member.leave()
+    assert str(lost.value) == (
+        "this coordinator's lease is lost: it was not renewed for 0.2 s: the database db failed: it is away"
+    )
 
 
 async def test_a_clock_that_differs_from_the_databases_is_logged() -> None:

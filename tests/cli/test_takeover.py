@@ -1,4 +1,4 @@
-"""Whether a failed call may be repeated while a slot changes hands, and what people are told."""
+"""Whether a failed call may be repeated while a slot changes hands, and what the message says."""
 
 import grpc
 import pytest

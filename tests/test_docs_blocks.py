@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import shlex
+import shutil
 import textwrap
 import tomllib
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from perseus.cli.main import app
 
@@ -104,6 +106,27 @@ def test_names_imported_in_python_blocks_exist() -> None:
                 )
                 missing += [(str(block), name.name) for name in node.names if name.name not in text]
     assert missing == []
+
+
+@pytest.mark.slow("solves and simulates what the examples hold")
+def test_examples_need_nothing_but_themselves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("node_modules"))
+    scenario = tmp_path / "examples/simulation/grid.toml"
+    scenario.write_text(scenario.read_text().replace("duration_h = 48", "duration_h = 3"))
+    monkeypatch.chdir(tmp_path)
+    shown = [
+        words
+        for block in blocks("sh", "console")
+        for words in commands(block.text, has_prompt=block.language == "console")
+        if any(word.startswith("examples/") for word in words)
+    ]
+    assert {words[0] for words in shown} == {"demo", "simulate", "solve"}
+    for words in shown:
+        if words[0] == "demo":  # needs the framework: tests/frameworks
+            assert Path(words[words.index("--script") + 1]).exists(), words
+        else:
+            result = CliRunner().invoke(app, words)
+            assert result.exit_code == 0, f"{words}: {result.output}"
 
 
 def test_an_unknown_command_is_detected() -> None:

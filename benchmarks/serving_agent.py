@@ -46,7 +46,8 @@ def _share(gpu_counts: tuple[int, ...]) -> float:
         socket = folder / "agent.sock"
         lines = [
             f'socket = "{socket}"\ngpu_backend = "emulated"\nemulated_gpus = "{folder / "gpus"}"',
-            f'restore_folder = "{folder / "restore"}"',
+            f'restore_folder = "{folder / "restore"}"\ngrants = "{folder / "grants"}"',
+            f'coordinator = "unix:{folder / "coordinator.sock"}"\ntoken = "none"',
         ]
         index = 0
         for instance, count in enumerate(gpu_counts):

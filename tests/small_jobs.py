@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from perseus.demo.cluster import Cluster
+from perseus.demo.cluster import ENVIRONMENT, Cluster
 from perseus.demo.workload import Workload
 from perseus.emulation.physics import Work
 from perseus.v1 import job_pb2, job_service_pb2
@@ -56,7 +56,7 @@ def planned_soon(guard_tolerance_percent: float = _TOLERANCE_PERCENT) -> Iterato
     settings = {**_SOON, "GUARD_TOLERANCE_PERCENT": f"{guard_tolerance_percent:g}"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
-            patch.setenv(f"PERSEUS_COORDINATOR_{name}", value)
+            patch.setitem(ENVIRONMENT, f"PERSEUS_COORDINATOR_{name}", value)
         yield
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from perseus.agent.link.address import SOCKET_VARIABLE
 from perseus.demo import nvml_stub
 from perseus.demo.security import Security
 from perseus.demo.tasks import rank_tasks
@@ -26,6 +27,12 @@ from perseus.emulation.gpu import EmulatedGpu
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 15.0
 _POLL_S = 0.05
+
+_OF_THE_MACHINE = ("PERSEUS_", "CUDA_VISIBLE_DEVICES", "NOTIFY_SOCKET")
+"""Beginnings of variables that are about this machine's own Perseus, GPUs and service."""
+
+ENVIRONMENT: dict[str, str] = {}
+"""More variables of every process that starts here. Tests set coordinators' measurements to be short."""
 
 
 class ClusterError(Exception):
@@ -141,6 +148,7 @@ class Cluster:
                 f"--coordinator={coordinator}",
                 f"--socket={self.socket(pipeline)}",
                 f"--restore-folder={self._run_dir / 'restore'}",
+                f"--grants={self._run_dir / 'grants'}",
                 *backend,
                 *(["--observe"] if pipeline in self._observing else []),
                 "--log-format=json",
@@ -159,7 +167,12 @@ class Cluster:
 
     def start_trainer(self, name: str, *arguments: str) -> None:
         """Start a Python process of the training job, the demo's own or another."""
-        self._trainers.append(start_process(self._log_dir / f"{name}.log", *arguments))
+        environment = {
+            SOCKET_VARIABLE: str(self.socket(0))
+        }  # for a script with more hooks than the demo replaces
+        self._trainers.append(
+            start_process(self._log_dir / f"{name}.log", *arguments, environment=environment)
+        )
 
     def evaluations(self, *, but: int) -> list[tuple[int, float]]:
         """Return (iteration before it, duration in seconds) of each evaluation of all pipelines but one."""
@@ -237,7 +250,11 @@ class Cluster:
 def start_process(
     log: Path, *arguments: str, environment: Mapping[str, str] = MappingProxyType({})
 ) -> subprocess.Popen[bytes]:
-    """Start a Python process of the demo, whose output goes to a file."""
+    """Start a Python process of the demo, whose output goes to a file.
+
+    It sees none of this machine's settings of Perseus, only those in `environment`.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_MACHINE)}
     # One thread per process in numerical libraries: a dozen processes share this machine.
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with log.open("wb") as output:
@@ -246,7 +263,7 @@ def start_process(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **threads, **environment},
+            env={**inherited, **threads, **ENVIRONMENT, **environment},
         )
 
 

@@ -186,7 +186,9 @@ def running(folder: Path, logs: Path) -> Iterator[tuple[dict[str, str], dict[str
     profile.write_text(profile_csv())
     (folder / "agent.toml").write_text(
         f'socket = "{socket}"\ngpu_backend = "emulated"\nemulated_gpus = "{folder / CONTROLLED}"\n'
-        f'restore_folder = "{folder / "restore"}"\nlog_format = "json"\n\n'
+        f'restore_folder = "{folder / "restore"}"\ngrants = "{folder / "grants"}"\nlog_format = "json"\n'
+        # No coordinator is there, and none of this machine's is asked instead, nor its token read.
+        f'coordinator = "unix:{folder / "coordinator.sock"}"\ntoken = "none"\n\n'
         f'[instances.demo]\ngpus = ["0"]\nuser = "{os.getuid()}"\nttft = "{TTFT}"\nitl = "{ITL}"\n'
         f'profile = "{profile}"\nmax_batched_tokens = {_MAX_BATCHED_TOKENS}\n'
         f"kv_capacity_tokens = {_KV_CAPACITY_TOKENS}\n"

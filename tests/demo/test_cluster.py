@@ -1,20 +1,139 @@
-"""The demo's live page: found and read with what the demo prints."""
+"""The demo's processes, which know nothing of this machine's own Perseus, and its live page."""
 
 import json
+import os
 import ssl
+import subprocess
+import sys
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from pydantic_settings import BaseSettings
 
-from perseus.demo.cluster import Cluster
+from perseus import configuration
+from perseus.agent.sidecar.settings import AgentSettings
+from perseus.demo import cluster as processes
+from perseus.demo import serving_scenario
+from perseus.demo.cluster import Cluster, start_process
+from perseus.demo.security import Security
+from perseus.service.settings import CoordinatorSettings
 from tests.workloads import SMALL
+
+OF_THE_MACHINE = {
+    "PERSEUS_COORDINATOR_SLOTS": "no number",
+    "PERSEUS_AGENT_COORDINATOR": "foreign.example:50051",
+    "PERSEUS_AGENT_TOKEN": "foreign",
+    "PERSEUS_AGENT_SOCKET": "/run/perseus/agent.sock",
+    "CUDA_VISIBLE_DEVICES": "7",
+}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in OF_THE_MACHINE.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_no_setting_of_this_machine_reaches_a_process(machine: None, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    show = "import json, os; print(json.dumps(dict(os.environ)))"
+    assert start_process(log, "-c", show, environment={"PERSEUS_AGENT_SOCKET": "own"}).wait() == 0
+    seen = json.loads(log.read_text())
+    assert {name: seen[name] for name in OF_THE_MACHINE if name in seen} == {"PERSEUS_AGENT_SOCKET": "own"}
+    assert seen["PATH"] == os.environ["PATH"]
+
+
+class Started:
+    """Records processes instead of starting them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.commands: list[tuple[tuple[str, ...], Mapping[str, str]]] = []
+        for module in (processes, serving_scenario):
+            monkeypatch.setattr(module, "start_process", self.start)
+            monkeypatch.setattr(module, "await_log", lambda *_: "127.0.0.1:1")
+            monkeypatch.setattr(module, "await_start", lambda *_: None)
+        monkeypatch.setattr(Security, "admit_agents", lambda *_: None)
+        self._process = subprocess.Popen([sys.executable, "-c", ""])
+        self._process.wait()
+        self._monkeypatch = monkeypatch
+
+    def start(
+        self, log: Path, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> "subprocess.Popen[bytes]":
+        self.commands.append((arguments, environment or {}))
+        return self._process
+
+    def settings(self, command: str, model: type[BaseSettings]) -> BaseSettings:
+        """Return the settings of the last process of a command."""
+        arguments, environment = next(each for each in self.commands[::-1] if command in each[0])
+        flags = dict(flag[2:].partition("=")[::2] for flag in arguments if flag.startswith("--"))
+        file = next((Path(each) for each in arguments if each.endswith(".toml")), None)
+        with self._monkeypatch.context() as patch:
+            for name in os.environ:
+                if name.startswith("PERSEUS_"):
+                    patch.delenv(name)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            given = {name.replace("-", "_"): value for name, value in flags.items()}
+            return configuration.load(model, file, given)
+
+
+def elsewhere(settings: BaseSettings, folder: Path) -> list[str]:
+    """Return the settings that name a place of this machine outside a folder."""
+    return [
+        name
+        for name, value in settings
+        if isinstance(value, Path) and not value.is_relative_to(folder) and name != "device_folder"
+    ]
+
+
+def test_all_places_of_agents_and_coordinator_are_in_the_demo_s_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started = Started(monkeypatch)
+    with Cluster(SMALL, tmp_path, tmp_path / "logs") as cluster:
+        cluster.start_agents(cluster.start_coordinator())
+        cluster.start_trainers()
+    agent = started.settings("agent", AgentSettings)
+    assert isinstance(agent, AgentSettings)
+    assert elsewhere(agent, tmp_path) == []
+    assert (agent.coordinator, agent.token_file is None) == ("127.0.0.1:1", False)
+    assert elsewhere(started.settings("coordinator", CoordinatorSettings), tmp_path) == []
+    trainer, environment = started.commands[-1]
+    assert "perseus.demo.trainer" in trainer
+    assert environment["PERSEUS_AGENT_SOCKET"].startswith(str(tmp_path))
+
+
+def test_all_places_of_an_engine_s_agent_are_in_the_demo_s_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started = Started(monkeypatch)
+    with serving_scenario.running(tmp_path, tmp_path) as (_, gpus, _):
+        for gpu in gpus.values():
+            gpu.close()
+    agent = started.settings("perseus.demo.serving_agent", AgentSettings)
+    assert isinstance(agent, AgentSettings)
+    assert elsewhere(agent, tmp_path) == []
+    assert agent.coordinator == f"unix:{tmp_path}/coordinator.sock"
+    assert agent.token is not None, "else it reads the operator's"
+
+
+@pytest.mark.slow("starts two engines and an agent")
+def test_an_engine_s_agent_serves_without_this_machine_s_coordinator(machine: None, tmp_path: Path) -> None:
+    with serving_scenario.running(tmp_path, tmp_path) as (_, gpus, _):
+        for gpu in gpus.values():
+            gpu.close()
+        entries = map(json.loads, (tmp_path / "agent.log").read_text().splitlines())
+        (serving,) = (entry for entry in entries if entry["event"] == "serving")
+    assert serving["coordinator"].startswith(f"unix:{tmp_path}")
 
 
 @pytest.mark.slow("starts a coordinator")
 @pytest.mark.smoke
 @pytest.mark.timeout(60)
-def test_the_page_is_where_its_lines_say_for_who_has_the_token(tmp_path: Path) -> None:
+def test_the_page_is_where_its_lines_say_for_who_has_the_token(machine: None, tmp_path: Path) -> None:
     with Cluster(SMALL, tmp_path, tmp_path / "logs", serves_page=True) as cluster:
         where, log_in = cluster.page_lines(cluster.start_coordinator())
         assert cluster.page_url in where

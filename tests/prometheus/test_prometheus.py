@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from perseus.demo.cluster import Cluster
+from perseus.demo.cluster import ENVIRONMENT, Cluster
 from tests.event_log import logged
 from tests.metrics.test_names import board_queries
 from tests.prometheus.server import Prometheus
@@ -63,8 +63,8 @@ def test_the_example_is_a_configuration(tmp_path: Path) -> None:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cluster]:
-    monkeypatch.setenv("PERSEUS_COORDINATOR_HTTP", "127.0.0.1:0")
-    monkeypatch.setenv("PERSEUS_AGENT_METRICS_LISTEN", "0")
+    monkeypatch.setitem(ENVIRONMENT, "PERSEUS_COORDINATOR_HTTP", "127.0.0.1:0")
+    monkeypatch.setitem(ENVIRONMENT, "PERSEUS_AGENT_METRICS_LISTEN", "0")
     with (
         planned_soon(guard_tolerance_percent=5),
         tempfile.TemporaryDirectory(prefix="perseus-") as run_dir,

@@ -43,7 +43,8 @@ class Node:
         (folder / "agent.toml").write_text(
             f'socket = "{folder / "agent.sock"}"\ngpu_backend = "emulated"\n'
             f'emulated_gpus = "{folder / "gpus"}"\n'
-            f'restore_folder = "{folder / "restore"}"\ncoordinator = "127.0.0.1:{free_port()}"\n\n'
+            f'restore_folder = "{folder / "restore"}"\ngrants = "{folder / "grants"}"\n'
+            f'coordinator = "unix:{folder / "coordinator.sock"}"\ntoken = "none"\n\n'
             f'[instances.chat]\ngpus = ["GPU-0"]\nuser = "{os.getuid()}"\nttft = "p99 <= 1 s"\n'
             f'itl = "p95 <= 100 ms"\nprofile = "{folder / "profile.csv"}"\nmax_batched_tokens = 512\n'
             f"kv_capacity_tokens = 100000\n{metrics}"

@@ -4,14 +4,14 @@ import asyncio
 import enum
 import shutil
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-from perseus.cli.terminal import FAILURE, console, fail, os_error_text, print_whole, warn
+from perseus.cli.terminal import FAILURE, TOO_BUSY, console, fail, os_error_text, print_whole, warn
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ def demo(
     It takes some two minutes, and needs the extras coordinator and certificates, and plot for its pictures.
     """
     from perseus.demo.display import WORDS, LiveDisplay, phase_table
-    from perseus.demo.example import ScriptError, show
+    from perseus.demo.example import ScriptError, judge_script, show
     from perseus.demo.straggler_scenario import DEMO_SCRIPT, draw, judge, run_scenario
     from perseus.demo.workload import DEMO
 
@@ -75,27 +75,21 @@ def demo(
     if script is not None:
         _explain(WORDS)
         try:
-            measurements = _run(show(script, output, _print, through_nvml=through_nvml))
+            trained, busy = _run(show(script, output, _print, through_nvml=through_nvml))
         except ScriptError as error:
             fail(str(error))
-        print_whole(phase_table(measurements.phases))
+        print_whole(phase_table(trained.measurements.phases))
         _suggest(
             {f"{output}/logs": "what each process did", "docs/tutorial.md": "to a first job of your own"}
         )
+        _conclude(judge_script(trained), busy)
         return
     has_pictures = _has_pictures()
     _explain(WORDS)
     with LiveDisplay(console) as display:
-        outcome = _run(run_scenario(DEMO, DEMO_SCRIPT, output, display, through_nvml=through_nvml))
+        outcome, busy = _run(run_scenario(DEMO, DEMO_SCRIPT, output, display, through_nvml=through_nvml))
     measurements = outcome.measurements
     print_whole(phase_table(measurements.phases))
-    if (evaluations := measurements.evaluations) is not None and evaluations.later_count:
-        console.print(
-            f"Between iterations the job evaluates, at stock, which takes {DEMO.evaluation_s:g} s; since the "
-            f"first clock was set, {evaluations.later_time_s:.3f} s on average and "
-            f"{evaluations.longest_later_time_s:.3f} s at most.",
-            highlight=False,
-        )
     if has_pictures:
         _draw(lambda: draw(outcome, output))
     pictures = {
@@ -107,9 +101,7 @@ def demo(
         | {f"{_command()} demo --scenario grid": "three jobs under a power budget"}
         | {"docs/tutorial.md": "to a first job of your own"}
     )
-    problems = judge(measurements, DEMO_SCRIPT, DEMO)
-    if problems:
-        fail("; ".join(problems), FAILURE)
+    _conclude(judge(measurements, DEMO_SCRIPT, DEMO), busy)
 
 
 def _show_grid(output: Path) -> None:
@@ -119,7 +111,7 @@ def _show_grid(output: Path) -> None:
     has_pictures = _has_pictures()
     _explain(WORDS)
     with GridLiveDisplay(console) as display:
-        outcome = _run(run_grid_scenario(output, display))
+        outcome, busy = _run(run_grid_scenario(output, display))
     print_whole(grid_table(outcome))
     if has_pictures:
         _draw(lambda: (output / "power.png").write_bytes(draw(outcome.log, outcome.phases[0][1])))
@@ -130,8 +122,7 @@ def _show_grid(output: Path) -> None:
             "docs/power.md": "power budgets for your own jobs",
         }
     )
-    if problems := judge_grid(outcome):
-        fail("; ".join(problems), FAILURE)
+    _conclude(judge_grid(outcome), busy)
 
 
 def _show_serving(output: Path) -> None:
@@ -141,7 +132,7 @@ def _show_serving(output: Path) -> None:
     has_pictures = _has_pictures()
     _explain(WORDS)
     with ServingLiveDisplay(console) as display:
-        outcome = _run(run_serving_scenario(output, display))
+        outcome, busy = _run(run_serving_scenario(output, display))
     print_whole(serving_table(outcome))
     if has_pictures:
         _draw(lambda: (output / "serving.png").write_bytes(draw_serving(outcome)))
@@ -152,8 +143,7 @@ def _show_serving(output: Path) -> None:
             "docs/serving.md": "clocks for your own engines",
         }
     )
-    if problems := judge_serving(outcome):
-        fail("; ".join(problems), FAILURE)
+    _conclude(judge_serving(outcome), busy)
 
 
 def _has_pictures() -> bool:
@@ -199,22 +189,43 @@ def _check_folder(output: Path) -> None:
         fail(f"--output: {os_error_text(error)}")
 
 
-def _run(shown: "Coroutine[Any, Any, T]") -> T:
-    """Return the measurements; exit with the cluster's error."""
+def _run(shown: "Coroutine[Any, Any, T]") -> tuple[T, str]:
+    """Return the outcome and whether the machine was too busy, in words; exit with the cluster's error."""
     from perseus.demo.cluster import ClusterError
+    from perseus.demo.lateness import Lateness
     from perseus.demo.nvml_stub import StubError
     from perseus.demo.observation import ObservationError
 
-    foreseen = (ClusterError, ObservationError, StubError, OSError)
-    try:
-        return asyncio.run(shown)
-    except foreseen as error:
-        fail(str(error), FAILURE)
-    except ExceptionGroup as group:
-        matching, rest = group.split(foreseen)
-        if matching is None or rest is not None:
-            raise
-        fail("; ".join(str(error) for error in matching.exceptions), FAILURE)
+    late = (ClusterError, ObservationError)
+    foreseen = (*late, StubError, OSError)
+    errors: Sequence[Exception]
+    with Lateness() as lateness:
+        try:
+            return asyncio.run(shown), lateness.explain()
+        except foreseen as error:
+            errors = [error]
+        except ExceptionGroup as group:
+            matching, rest = group.split(foreseen)
+            if matching is None or rest is not None:
+                raise
+            errors = matching.exceptions
+    is_late = all(isinstance(error, late) for error in errors)
+    raise _end([str(error) for error in errors], lateness.explain() if is_late else "")
+
+
+def _conclude(problems: Sequence[str], busy: str) -> None:
+    if problems:
+        raise _end(problems, busy)
+    if busy:
+        warn(f"{busy}. The figures may be off")
+
+
+def _end(problems: Sequence[str], busy: str) -> typer.Exit:
+    """Print problems, and return the exit: without a verdict if the machine was too busy, else a failure."""
+    if not busy:
+        fail("; ".join(problems), FAILURE)
+    warn(f"{busy}. Run it again when it is idle. Not as expected: {'; '.join(problems)}")
+    return typer.Exit(TOO_BUSY)
 
 
 def _print(message: str) -> None:

@@ -15,6 +15,8 @@ BAD_INPUT = 2
 """Exit code for errors that the user can fix: a flag, a file, an unknown name."""
 FAILURE = 1
 """Exit code for failures despite valid input."""
+TOO_BUSY = 75
+"""Exit code of a demo on a machine too busy to judge it, as of sysexits.h: try again later."""
 STORE_FAILED = 3
 """Exit code of a coordinator whose database failed while it ran: a full disk, a lost connection."""
 

@@ -10,19 +10,19 @@ import ast
 import asyncio
 import importlib.util
 import tempfile
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perseus.demo import nvml_stub
 from perseus.demo.cluster import Cluster
 from perseus.demo.example_rank import HOOKS_OF_PIPELINES, HOOKS_OF_REPLICAS, RankOfScript
 from perseus.demo.observation import Observer, registered_job
-from perseus.demo.summary import Measurements
+from perseus.demo.summary import Measurements, problems
 from perseus.demo.workload import Workload
 from perseus.emulation.physics import A100_SXM, Work
 from perseus.regular_file import read_bounded
-from perseus.v1 import job_pb2
+from perseus.v1 import event_pb2, job_pb2
 
 _REGISTRATION_TIMEOUT_S = 120.0
 _PLAN_TIMEOUT_S = 300.0
@@ -49,10 +49,23 @@ class ScriptError(Exception):
     """The script can't be run in the demo."""
 
 
+@dataclass(frozen=True, slots=True)
+class ScriptOutcome:
+    """What was measured: the phases "stock" and "plan".
+
+    `max_slowdown_percent`: what the script allows. `withdrawals`: why the plan was withdrawn while it was
+    measured; empty if it stayed.
+    """
+
+    measurements: Measurements
+    max_slowdown_percent: float
+    withdrawals: Sequence[str]
+
+
 async def show(
     script: Path, out_dir: Path, log: Callable[[str], None], *, through_nvml: bool = False
-) -> Measurements:
-    """Train with `script` until its plan has been measured: the phases "stock" and "plan".
+) -> ScriptOutcome:
+    """Train with `script` until its plan has been measured.
 
     The job's events are printed as they come; the processes' logs remain in `out_dir`. `through_nvml`: the
     agent uses the stand-in for NVML over the emulated GPUs.
@@ -96,12 +109,19 @@ async def show(
 
             observer = Observer(channel, job_id, Measurements(workload.pipeline_count), log_new)
             watchers.append(tasks.create_task(observer.follow()))
-            await _watch(observer)
+            outcome = await _watch(observer)
             for watcher in watchers:
                 watcher.cancel()
         await asyncio.to_thread(cluster.end_training)
         await asyncio.to_thread(cluster.stop_services)
-    return observer.measurements
+    return outcome
+
+
+def judge_script(outcome: ScriptOutcome) -> list[str]:
+    """Return the problems of an outcome; none if the plan stayed, is fast enough and saves energy."""
+    withdrawn = [f"plan: expected it to stay in force, found {why}" for why in outcome.withdrawals]
+    factor = 1 + outcome.max_slowdown_percent / 100
+    return withdrawn + problems(outcome.measurements.phases, {"plan": ("stock", factor)})
 
 
 def hook_of(script: Path) -> str:
@@ -147,7 +167,7 @@ def _start_ranks(cluster: Cluster, workload: Workload, hook: str, script: Path) 
     )
 
 
-async def _watch(observer: Observer) -> None:
+async def _watch(observer: Observer) -> ScriptOutcome:
     await observer.until(
         "a plan in force",
         lambda: observer.state == job_pb2.JOB_STATE_PLANNED and observer.is_in_force(),
@@ -155,7 +175,16 @@ async def _watch(observer: Observer) -> None:
     )
     measurements = observer.measurements
     measurements.close_phase("stock", measurements.at_stock())
+    before_count = len(observer.events)
     await observer.collect("plan", _WATCHED_ITERATIONS, _WATCH_TIMEOUT_S, compared_with="stock")
+    assert observer.job is not None
+    withdrawals = [
+        event.message
+        for event in observer.events[before_count:]
+        if event.type == event_pb2.JOB_EVENT_TYPE_STATE_CHANGED
+        and event.state_changed.after != job_pb2.JOB_STATE_PLANNED
+    ]
+    return ScriptOutcome(measurements, observer.job.policy.max_slowdown_percent, withdrawals)
 
 
 async def _keep_watch(cluster: Cluster) -> None:

@@ -47,12 +47,13 @@ class GridScript:
     ramp_time_s: float
     """Time in which the power cap falls by a tenth of the free draw."""
     settled_s: float
-    """Time from a change until power has settled. The rest of a step is as long as the means that a budget is
-    kept in (`power_log.MEAN_S`): power of shorter stretches swings with the host's load."""
+    """Time from a change until power has settled. The rest of a step, and the step without a budget, are as
+    long as the means that a budget is kept in (`power_log.MEAN_S`): power and speed of shorter spans swing
+    with the host's load."""
 
 
 GRID_SCRIPT = GridScript(
-    (0.87, 0.78), free_s=6.0, budget_s=20.0, over_s=14.0, ramp_time_s=4.0, settled_s=10.0
+    (0.87, 0.78), free_s=10.0, budget_s=20.0, over_s=14.0, ramp_time_s=4.0, settled_s=10.0
 )
 
 _PLANNING_TIMEOUT_S = 240.0

@@ -52,14 +52,17 @@ class PowerLog:
         return fmean(speeds) if speeds else None
 
     def worst_mean_w(self, first_s: float, last_s: float, window_s: float = MEAN_S) -> float:
-        """Return the highest mean over a window within a time span; over the whole span if it is shorter."""
+        """Return the highest mean over a window within a time span; over the whole span if that is higher.
+
+        A window begins and ends with a sample, so what is at the edges may be in the whole span only.
+        """
         found = self.between(first_s, last_s)
         means = [
             fmean(each.power_w for each in self.between(end.time_s - window_s, end.time_s))
             for end in found
             if end.time_s - window_s >= first_s - 0.5
         ]
-        return max(means, default=self.mean_w(first_s, last_s))
+        return max([*means, self.mean_w(first_s, last_s)])
 
     def under_s(self, limit_w: float, first_s: float) -> float | None:
         """Return when two consecutive seconds were first under a limit; None if they never were."""

@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 from perseus.cli.main import app
 from perseus.demo import grid_scenario, serving_scenario, straggler_scenario
 from perseus.demo.grid_scenario import FREE, OVER, GridOutcome
+from perseus.demo.lateness import Lateness
+from perseus.demo.observation import ObservationError
 from perseus.demo.power_log import PowerLog, Sample
 from perseus.demo.serving_scenario import ServingOutcome
 from perseus.demo.straggler_scenario import STOCK, Outcome
@@ -93,6 +95,61 @@ def test_the_table_comes_before_the_pictures(
     assert result.exit_code == 1
     assert TITLES[scenario] in result.output
     assert "error: x.png: No space left on device" in result.output
+
+
+@pytest.mark.parametrize(
+    ("busy", "code", "begin"),
+    [
+        ("", 1, "error: "),
+        ("this machine was too busy", 75, "warning: this machine was too busy. Run it again"),
+    ],
+)
+@pytest.mark.parametrize("scenario", ["serving", "no plan"])
+def test_what_is_not_as_expected_is_no_error_of_a_busy_machine(
+    played: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    scenario: str,
+    busy: str,
+    code: int,
+    begin: str,
+) -> None:
+    async def missed(*_: object, **__: object) -> ServingOutcome:
+        if scenario == "no plan":
+            raise ExceptionGroup("of tasks", [ObservationError("expected a plan in force")])
+        return served(own_w=150.0, ttft_s=0.6)
+
+    monkeypatch.setattr(serving_scenario, "run_serving_scenario", missed)
+    monkeypatch.setattr(Lateness, "explain", lambda _: busy)
+    result = CliRunner().invoke(app, ["demo", "--scenario", "serving", "--output", str(tmp_path)])
+    assert result.exit_code == code, result.output
+    last = result.output.splitlines()[-1]
+    assert last.startswith(begin)
+    wanted = (
+        "expected a plan in force" if scenario == "no plan" else "ttft: expected 99 % in time, found 0.00 %"
+    )
+    assert wanted in last
+
+
+def test_figures_of_a_busy_machine_may_be_off(
+    played: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Lateness, "explain", lambda _: "this machine was too busy")
+    result = CliRunner().invoke(app, ["demo", "--scenario", "serving", "--output", str(tmp_path)])
+    assert result.exit_code == 0
+    assert result.output.splitlines()[-1] == "warning: this machine was too busy. The figures may be off"
+
+
+def test_a_fault_of_the_machine_is_an_error_also_if_it_is_busy(
+    played: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def full(*_: object, **__: object) -> ServingOutcome:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(serving_scenario, "run_serving_scenario", full)
+    monkeypatch.setattr(Lateness, "explain", lambda _: "this machine was too busy")
+    result = CliRunner().invoke(app, ["demo", "--scenario", "serving", "--output", str(tmp_path)])
+    assert (result.exit_code, result.output.splitlines()[-1]) == (1, "error: No space left on device")
 
 
 def test_words_are_explained_first_and_it_ends_with_what_is_next(

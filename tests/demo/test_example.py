@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from perseus.demo.example import ScriptError, hook_of, show
+from perseus.demo.example import ScriptError, ScriptOutcome, hook_of, judge_script, show
 from perseus.demo.example_rank import HOOKS_OF_PIPELINES, HOOKS_OF_REPLICAS
+from perseus.demo.summary import Iteration, Measurements
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -40,3 +41,24 @@ async def test_an_unusable_script_is_refused_before_anything_starts(
         await show(script, tmp_path / "out", lambda _: None)
     assert str(script) in str(refusal.value)
     assert not (tmp_path / "out").exists()
+
+
+def trained(
+    time_s: float, energy_j: float, *withdrawals: str, max_slowdown_percent: float = 0.0
+) -> ScriptOutcome:
+    measurements = Measurements(pipeline_count=1)
+    measurements.add(Iteration(0, 1, 0, 1.0, 100.0))
+    measurements.add(Iteration(0, 2, 7, time_s, energy_j))
+    measurements.close_phase("stock", [1])
+    measurements.close_phase("plan", [2], "stock")
+    return ScriptOutcome(measurements, max_slowdown_percent, withdrawals)
+
+
+def test_a_script_s_plan_is_judged_as_the_demo_s() -> None:
+    assert judge_script(trained(1.01, 80.0)) == []
+    assert judge_script(trained(1.11, 80.0, max_slowdown_percent=10.0)) == []
+    slow, wasteful = judge_script(trained(1.322, 103.2))
+    assert slow == "plan: expected an iteration time of at most 1.020 s (1 × stock + 2.0 %), found 1.322 s"
+    assert wasteful == "plan: expected a saving against stock, found -3.20 %"
+    (withdrawn,) = judge_script(trained(1.0, 80.0, "planned → solving: predictions violated"))
+    assert withdrawn == "plan: expected it to stay in force, found planned → solving: predictions violated"

@@ -35,6 +35,12 @@ def test_the_worst_mean_is_of_a_whole_window() -> None:
     assert log.worst_mean_w(0.0, 5.0, window_s=60.0) == 200.0, "the whole span, if it is shorter"
 
 
+def test_the_worst_mean_is_not_below_that_of_the_whole_span() -> None:
+    log = log_of(900.0, 100.0, 100.0, 100.0, 100.0)
+    assert log.mean_w(0.6, 5.0) == 260.0
+    assert log.worst_mean_w(0.6, 5.0, window_s=3.0) == 260.0, "no window in it has the first sample"
+
+
 def test_one_second_under_a_limit_is_not_enough() -> None:
     log = log_of(500.0, 300.0, 500.0, 300.0, 290.0, 300.0)
     assert log.under_s(300.0, 0.0) == 4.0

@@ -71,3 +71,13 @@ def test_an_objective_missed_or_nothing_saved_is_a_problem(
 ) -> None:
     found = judge_serving(outcome(own_w, ttft_s))
     assert [problem.partition(":")[0] for problem in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("late_count", "expected"), [(9, []), (10, ["itl: expected 95 % in time, found 90.48 %"])]
+)
+def test_a_share_in_time_may_be_too_low_by_chance(late_count: int, expected: list[str]) -> None:
+    made = outcome(150.0, 0.1)  # 105 requests, of which 5 % are 5, with a standard error of 2.2
+    for late in made.outcomes[CONTROLLED][:late_count]:
+        late.itl_s[:] = [0.06] * len(late.itl_s)
+    assert judge_serving(made) == expected

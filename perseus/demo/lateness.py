@@ -1,0 +1,66 @@
+"""Whether this machine is too busy for a demo: how late a process wakes up after a short sleep.
+
+Ranks on emulated GPUs sleep while these compute, so late wake-ups make iterations longer: half a millisecond
+is 2 % of a computation of 25 ms, and more than that the demo's plans may not cost.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+MAX_LATE_S = 0.0005
+"""Wake-ups that are later on average make a machine too busy; on an idle one they are 0.1 to 0.2 ms late."""
+
+_SLEEP_S = 0.01
+_SPAN_S = 10.0
+
+
+class Lateness:
+    """Measures in a thread, as a context manager."""
+
+    def __init__(
+        self,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._spans_s: list[float] = []
+        self._monotonic = monotonic
+        self._sleep = sleep
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._measure, name="lateness")
+
+    def __enter__(self) -> "Lateness":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._has_ended = True
+        self._thread.join()
+
+    def measure_span(self) -> None:
+        """Measure for 10 s, unless the context is left meanwhile."""
+        begun_s, count = self._monotonic(), 0
+        while (passed_s := self._monotonic() - begun_s) < _SPAN_S:
+            if self._has_ended:
+                return
+            self._sleep(_SLEEP_S)
+            count += 1
+        self._spans_s.append(passed_s / max(1, count) - _SLEEP_S)
+
+    def explain(self) -> str:
+        """Return that the machine was too busy, with figures; empty if it was not."""
+        # The worst span is left out: a demo's own processes keep a small machine busy while they start.
+        late_s = sorted(self._spans_s)[-2] if len(self._spans_s) > 1 else 0.0
+        if late_s <= MAX_LATE_S:
+            return ""
+        return (
+            f"this machine was too busy: for {2 * _SPAN_S:g} s, processes woke up {1000 * late_s:.1f} ms "
+            f"late on average or more, where {1000 * MAX_LATE_S:g} ms are the most; its load is now "
+            f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} processors"
+        )
+
+    def _measure(self) -> None:
+        while not self._has_ended:
+            self.measure_span()

@@ -1,0 +1,37 @@
+"""Whether a machine is too busy, with injected times."""
+
+from perseus.demo.lateness import Lateness
+
+
+class Clock:
+    """A machine on which each sleep takes longer than asked."""
+
+    def __init__(self, late_s: float) -> None:
+        self.late_s = late_s
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, duration_s: float) -> None:
+        self.now_s += duration_s + self.late_s
+
+
+def test_late_wake_ups_make_a_machine_too_busy_also_if_it_is_idle_later() -> None:
+    clock = Clock(late_s=0.0002)
+    lateness = Lateness(monotonic=clock.monotonic, sleep=clock.sleep)
+    assert lateness.explain() == ""
+    lateness.measure_span()
+    clock.late_s = 0.0024
+    lateness.measure_span()
+    assert lateness.explain() == "", "the start of the demo itself"
+    lateness.measure_span()
+    clock.late_s = 0.0
+    lateness.measure_span()
+    assert "for 20 s, processes woke up 2.4 ms late on average or more, where 0.5 ms" in lateness.explain()
+
+
+def test_it_ends_with_its_context() -> None:
+    with Lateness() as lateness:
+        pass
+    assert lateness.explain() == ""

@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from perseus.cli.main import app
-from perseus.demo import grid_scenario, serving_scenario, straggler_scenario
+from perseus.demo import example, grid_scenario, serving_scenario, straggler_scenario
+from perseus.demo.example import ScriptOutcome
 from perseus.demo.grid_scenario import FREE, OVER, GridOutcome
 from perseus.demo.lateness import Lateness
 from perseus.demo.observation import ObservationError
@@ -17,6 +18,7 @@ from perseus.demo.serving_scenario import ServingOutcome
 from perseus.demo.straggler_scenario import STOCK, Outcome
 from perseus.demo.summary import Iteration, Measurements
 from perseus.v1 import frontier_pb2, job_service_pb2
+from tests.demo.test_example import trained
 from tests.demo.test_serving_scenario import outcome as served
 
 
@@ -150,6 +152,17 @@ def test_a_fault_of_the_machine_is_an_error_also_if_it_is_busy(
     monkeypatch.setattr(Lateness, "explain", lambda _: "this machine was too busy")
     result = CliRunner().invoke(app, ["demo", "--scenario", "serving", "--output", str(tmp_path)])
     assert (result.exit_code, result.output.splitlines()[-1]) == (1, "error: No space left on device")
+
+
+def test_a_script_is_judged_after_its_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def slow(*_: object, **__: object) -> ScriptOutcome:
+        return trained(1.322, 103.2, "planned → solving: predictions violated")
+
+    monkeypatch.setattr(example, "show", slow)
+    (script := tmp_path / "train.py").touch()
+    result = CliRunner().invoke(app, ["demo", "--script", str(script), "--output", str(tmp_path / "out")])
+    assert result.exit_code == 1, result.output
+    assert result.output.index("+32.2 %") < result.output.index("error: plan: expected it to stay in force")
 
 
 def test_words_are_explained_first_and_it_ends_with_what_is_next(

@@ -1,13 +1,17 @@
 """Scripts that the demo can run, and their hooks."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from perseus.demo import example
 from perseus.demo.example import ScriptError, ScriptOutcome, hook_of, judge_script, show
 from perseus.demo.example_rank import HOOKS_OF_PIPELINES, HOOKS_OF_REPLICAS
+from perseus.demo.observation import Observer
 from perseus.demo.summary import Iteration, Measurements
+from perseus.v1 import event_pb2, job_pb2
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -62,3 +66,41 @@ def test_a_script_s_plan_is_judged_as_the_demo_s() -> None:
     assert wasteful == "plan: expected a saving against stock, found -3.20 %"
     (withdrawn,) = judge_script(trained(1.0, 80.0, "planned → solving: predictions violated"))
     assert withdrawn == "plan: expected it to stay in force, found planned → solving: predictions violated"
+
+
+class PlannedOnce(Observer):
+    """A job that is planned with a slowdown of 10 %, and leaves its plan while that is measured."""
+
+    def __init__(self) -> None:
+        self.measurements = trained(1.1, 80.0).measurements
+        self.measurements.phases.clear()
+        self.events = [
+            self._changed_to(job_pb2.JOB_STATE_SOLVING),
+            self._changed_to(job_pb2.JOB_STATE_PLANNED),
+        ]
+        self.job = job_pb2.Job(policy=job_pb2.OperatingPolicy(max_slowdown_percent=10.0))
+
+    @staticmethod
+    def _changed_to(state: "job_pb2.JobState.ValueType") -> event_pb2.JobEvent:
+        return event_pb2.JobEvent(
+            type=event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
+            state_changed=event_pb2.StateChanged(after=state),
+            message=f"now {job_pb2.JobState.Name(state)}",
+        )
+
+    async def until(self, what: str, is_true: Callable[[], bool], timeout_s: float) -> None:
+        pass
+
+    async def collect(
+        self, name: str, count: int, timeout_s: float, compared_with: str | None = None
+    ) -> None:
+        self.events += [
+            self._changed_to(state) for state in (job_pb2.JOB_STATE_SOLVING, job_pb2.JOB_STATE_PLANNED)
+        ]
+        self.measurements.close_phase(name, [2], compared_with)
+
+
+async def test_a_plan_that_is_withdrawn_while_it_is_measured_is_noticed() -> None:
+    outcome = await example._watch(PlannedOnce())
+    assert outcome.max_slowdown_percent == 10.0
+    assert outcome.withdrawals == ["now JOB_STATE_SOLVING"]

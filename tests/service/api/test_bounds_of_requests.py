@@ -160,6 +160,7 @@ def output(agent: FakeAgent) -> list[ConnectRequest]:
             gpu_error=agent_service_pb2.GpuError(job_id="job", rank=place, reason=4, message="m")  # type: ignore[arg-type]
         ),
         ConnectRequest(trainer_unmarked=agent_service_pb2.TrainerUnmarked(job_id="job", rank=place)),
+        ConnectRequest(heartbeat=agent_service_pb2.Heartbeat(clock_ahead_s=1.0)),
         ConnectRequest(message_refused=agent_service_pb2.MessageRefused(rank=place)),
         ConnectRequest(
             power_reading=agent_service_pb2.PowerReading(duration_s=1.0, gpu_uuid=["g"], power_w=[90.0])
@@ -171,6 +172,8 @@ NEVER_ANSWERED = {("message_refused", "rank", name) for name in ("pipeline", "st
 """Refusals: they are only logged."""
 OF_STREAM = {("hello", "protocol_version"), ("hello", "max_bundle_bytes"), ("hello", "slot")}
 OF_COORDINATOR = {
+    ("heartbeat", "current_time", "nanos"),
+    ("heartbeat", "current_time", "seconds"),
     ("heartbeat", "power_interval_s"),
     ("heartbeat", "savings", "energy_percent"),
     ("heartbeat", "savings", "slowdown_percent"),

@@ -10,8 +10,8 @@ clock. The highest clock that it reached becomes the stage's limit; the stage is
 While a stage is profiled, a clock that its ranks do not reach can't be measured: the energy counter then
 shows another clock. So during profiling a cap counts at once.
 
-Only requesting these clocks again shows whether the cause has passed. So they are retried after
-`INITIAL_HOLD_S`, and after each failed retry the wait doubles, up to `MAX_HOLD_S`.
+Only requesting these clocks again shows whether the cause has passed. So they are retried after growing
+delays (`retry_delay`).
 """
 
 from collections import deque
@@ -22,12 +22,10 @@ from perseus.service.domain.model import Clocks, stage_clocks
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.job.ranks.usable_clocks import MIN_CLOCKS, UsableClocks
+from perseus.service.job.retry_delay import RetryDelay
 
 CAPPING_REASONS = 0x4 | 0x8 | 0x20 | 0x40 | 0x80
 """NVML's bits for reasons to cap a clock: power cap, slowdown, heat (two), power brake."""
-
-INITIAL_HOLD_S = 1800.0
-MAX_HOLD_S = 6 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +45,7 @@ class _Held:
 
 
 class CapWatch:
-    """Tracks the ranks whose GPUs are held below their clocks; it keeps nothing about the others.
-
-    Attributes:
-        hold_s: how long the next cap will exclude clocks.
-    """
+    """Tracks the ranks whose GPUs are held below their clocks; it keeps nothing about the others."""
 
     def __init__(self, iteration_count: int) -> None:
         """Begin without caps.
@@ -60,9 +54,8 @@ class CapWatch:
             iteration_count: the number of latest iterations in all of which a rank must have been capped.
         """
         self._iteration_count = iteration_count
-        self.hold_s = INITIAL_HOLD_S
+        self._delay = RetryDelay()
         self._held: dict[Coordinates, _Held] = {}
-        self._until_s: float | None = None
 
     def take(self, rank: Coordinates, rows: IterationColumns) -> None:
         """Take a rank's iterations."""
@@ -111,18 +104,12 @@ class CapWatch:
 
     def hold(self, now_s: float) -> float:
         """Exclude clocks from now on; return for how long."""
-        held_s = self.hold_s
-        self._until_s = now_s + held_s
-        self.hold_s = min(2 * held_s, MAX_HOLD_S)
         self._held.clear()
-        return held_s
+        return self._delay.begin(now_s)
 
     def is_over(self, now_s: float) -> bool:
         """Return True once when the exclusion of clocks has ended."""
-        if self._until_s is None or now_s < self._until_s:
-            return False
-        self._until_s = None
-        return True
+        return self._delay.is_over(now_s)
 
     def forget(self, ranks: Collection[Coordinates]) -> None:
         """Forget ranks that are gone: they may return on other GPUs."""
@@ -131,6 +118,5 @@ class CapWatch:
 
     def restart(self) -> None:
         """Discard all caps, as they belonged to other GPU limits."""
-        self.hold_s = INITIAL_HOLD_S
+        self._delay = RetryDelay()
         self._held.clear()
-        self._until_s = None

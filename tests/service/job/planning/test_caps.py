@@ -9,7 +9,8 @@ from perseus.service.domain.commands import Solve
 from perseus.service.domain.model import JobState, PlannedClocks, RankFilter
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
-from perseus.service.job.planning.caps import INITIAL_HOLD_S, MAX_HOLD_S, Cap, CapWatch
+from perseus.service.job.planning.caps import Cap, CapWatch
+from perseus.service.job.retry_delay import INITIAL_DELAY_S, MAX_DELAY_S
 from perseus.v1 import event_pb2
 from tests.service.frontiers import FRONTIER
 from tests.service.job.truthful_cluster import TruthfulCluster
@@ -75,10 +76,10 @@ def test_clocks_are_tried_again_after_twice_as_long_every_time() -> None:
         now_s += held_s[-1]
         assert caps.is_over(now_s)
         assert not caps.is_over(now_s), "once"
-    assert held_s[:3] == [INITIAL_HOLD_S, 2 * INITIAL_HOLD_S, 4 * INITIAL_HOLD_S]
-    assert held_s[-1] == MAX_HOLD_S
+    assert held_s[:3] == [INITIAL_DELAY_S, 2 * INITIAL_DELAY_S, 4 * INITIAL_DELAY_S]
+    assert held_s[-1] == MAX_DELAY_S
     caps.restart()
-    assert caps.hold(now_s) == INITIAL_HOLD_S
+    assert caps.hold(now_s) == INITIAL_DELAY_S
 
 
 # ---------------------------------------------------------------------- in the machine
@@ -180,7 +181,7 @@ def test_clocks_are_planned_on_again_once_the_cap_has_gone(*, is_restarted: bool
     cap_stage(cluster, 0, None)
     cluster.run(20)
     assert max(solved_clocks_mhz(cluster, 0)) == 1100
-    cluster.now_s += INITIAL_HOLD_S
+    cluster.now_s += INITIAL_DELAY_S
     cluster.run(2)
     cluster.expect(JobState.BASELINE)
     cluster.run_until(JobState.PLANNED)

@@ -212,6 +212,11 @@ JOB = Section(
     "has. A job's counters restart with a new run.",
 )
 
+JOB_NEEDS_RESUME = JOB.gauge(
+    "job_needs_resume",
+    "1 for a job at stock that a person has to resume; not while it is tried again by itself.",
+    "job_id",
+)
 JOB_STATE = JOB.gauge("job_state", "1 for the state that the job is in, 0 for the others.", "job_id", "state")
 JOB_RUN = JOB.gauge("job_run_number", "Which run of the job it is, from 1.", "job_id")
 JOB_RANKS = JOB.gauge("job_ranks", "Ranks by whether an agent serves them.", "job_id", "state")

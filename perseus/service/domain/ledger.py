@@ -59,7 +59,8 @@ class EnergySums:
         unmeasured_count: iterations that some rank never reported, or without the energy of all GPUs.
         time_s: of the slowest rank, with the gaps.
         stock_energy_j: at stock, in irregular iterations, and in gaps.
-        uncompared_energy_j: under other clocks, without a baseline or not measured on all GPUs.
+        uncompared_energy_j: under other clocks, without a baseline, with one that proved wrong, or not
+            measured on all GPUs.
         compared_count, compared_energy_j: iterations compared with the baseline.
         energy_m2: squared deviations of iterations from the mean under the same plans.
         freedom_count: the number of independent deviations in `energy_m2`.
@@ -85,6 +86,16 @@ class EnergySums:
         """All energy that was measured."""
         return self.stock_energy_j + self.uncompared_energy_j + self.compared_energy_j
 
+    def uncompared(self) -> "EnergySums":
+        """Return the sums as if there had been no baseline to compare with."""
+        return EnergySums(
+            iteration_count=self.iteration_count,
+            unmeasured_count=self.unmeasured_count,
+            time_s=self.time_s,
+            stock_energy_j=self.stock_energy_j,
+            uncompared_energy_j=self.uncompared_energy_j + self.compared_energy_j,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class EnergyHour:
@@ -102,6 +113,13 @@ class EnergyHour:
     def baseline_number(self) -> int:
         """The reference's number, or NO_BASELINE."""
         return NO_BASELINE if self.reference is None else self.reference.number
+
+
+@dataclass(frozen=True, slots=True)
+class UncomparedHours:
+    """A run's hours that were compared with this baseline count as uncompared: it was wrong."""
+
+    baseline_number: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,8 @@ class Period:
     irregular_time_s: float = 0.0
     latency_cost_percent: float = 0.0
     """Predicted energy that the GPUs' set latency adds under these plans."""
+    is_wrong: bool = False
+    """A stock baseline that was disturbed, or that later iterations refute: nothing is compared with it."""
 
     @property
     def is_baseline(self) -> bool:
@@ -190,6 +192,13 @@ class Saving:
     slowdown_se_percent: float | None
     energy_margin_percent: float | None
     slowdown_margin_percent: float | None
+
+
+def compared(period: Period, baseline: Period | None) -> Saving | None:
+    """Compare a period with the latest stock baseline before it, if that is possible."""
+    if period.is_baseline or baseline is None or baseline.is_wrong:
+        return None
+    return saving(period, baseline)
 
 
 def saving(period: Period, baseline: Period) -> Saving:

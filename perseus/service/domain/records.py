@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from perseus.service.domain.figures import LastMeasured
-from perseus.service.domain.ledger import EnergyHour
+from perseus.service.domain.ledger import EnergyHour, UncomparedHours
 from perseus.service.domain.measured import Period, StageProfile
 from perseus.service.domain.model import (
     NO_VERSION,
@@ -54,6 +54,7 @@ class JobRecord:
         signal_target: how the job follows a signal; None if its policy follows none, or before the first.
         earlier_profiling_cost: the cost of profiling before it was renewed last.
         stock_reason: why it is back at stock; None in another state.
+        fall_back_count: how often it went back to stock in a row for a reason after which it is tried again.
     """
 
     policy: OperatingPolicy
@@ -75,6 +76,7 @@ class JobRecord:
     signal_target: SignalTarget | None = None
     earlier_profiling_cost: ProfilingCost = field(default_factory=ProfilingCost)
     stock_reason: StockReason | None = None
+    fall_back_count: int = 0
 
     @property
     def has_finished(self) -> bool:
@@ -196,6 +198,7 @@ Record = (
     | ProfiledWork
     | Period
     | EnergyHour
+    | UncomparedHours
     | IterationRows
     | ForgetIterations
     | ForgetProfile
@@ -234,6 +237,8 @@ def record_key(record: Record) -> Hashable:
             return Period, record.number
         case EnergyHour():
             return EnergyHour, record.hour, record.baseline_number
+        case UncomparedHours():
+            return UncomparedHours, record.baseline_number
 
 
 @dataclass(frozen=True, slots=True)

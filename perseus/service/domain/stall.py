@@ -18,7 +18,7 @@ class StallReason(enum.Enum):
 
 
 class StockReason(enum.Enum):
-    """Why a job is back at stock until it is resumed."""
+    """Why a job is back at stock, until it is resumed or tried again."""
 
     NO_CLOCKS = "no clocks"
     NO_COMMON_CLOCK = "no common clock"
@@ -28,6 +28,16 @@ class StockReason(enum.Enum):
     UNEXPLAINED = "unexplained"
     QUARANTINED = "quarantined"
 
+
+RETRIED = frozenset({StockReason.PREDICTIONS_VIOLATED, StockReason.UNEXPLAINED})
+"""The reasons that a passing disturbance may have: the job is tried again by itself."""
+
+UNATTENDED_FALL_BACKS = 7
+"""Up to so many in a row, tries are left to themselves: those after them have waited for more than a day."""
+
+_RETRY_STEP = (
+    "wait: it is tried again by itself; or end what else runs on its hosts, then `perseus jobs resume JOB`"
+)
 
 _NEXT_STEPS = {
     StallReason.RANK_MISSING: (
@@ -70,12 +80,13 @@ _NEXT_STEPS = {
         "events JOB --type solve_failed`"
     ),
     StockReason.PREDICTIONS_VIOLATED: (
-        "end what else runs on these GPUs, then `perseus jobs resume JOB`; `perseus jobs events JOB "
-        "--type prediction_violated` has the times"
+        "tries have failed for a day: end what else runs on these GPUs and their hosts, then `perseus jobs "
+        "resume JOB`; `perseus jobs events JOB --type prediction_violated` has the times"
     ),
     StockReason.UNEXPLAINED: (
-        "`perseus jobs resume JOB` measures and plans again; if it returns here, report the event of "
-        "`perseus jobs events JOB --type measurements_unexplained`"
+        "tries have failed for a day: end what else runs on these GPUs and their hosts, then `perseus jobs "
+        "resume JOB`; if nothing does, report the event of `perseus jobs events JOB --type "
+        "measurements_unexplained`"
     ),
     StockReason.QUARANTINED: (
         "`perseus jobs resume JOB` starts it again from its stored state; report the traceback in the "
@@ -89,9 +100,18 @@ MAX_CLOCK_STEP = "wait: `perseus power feeds` shows the limit that holds its clo
 """The next step while a job waits until its maximum clock is lifted."""
 
 
-def next_step(reason: StallReason | StockReason | None, job_id: str) -> str:
-    """Return what to do next about a job that makes no progress or is back at stock."""
-    return _NEXT_STEPS[reason].replace("JOB", job_id)
+def needs_person(reason: StallReason | StockReason | None, fall_back_count: int) -> bool:
+    """Tell whether a person is asked to resume a job that is back at stock."""
+    return reason not in RETRIED or fall_back_count > UNATTENDED_FALL_BACKS
+
+
+def next_step(reason: StallReason | StockReason | None, job_id: str, fall_back_count: int = 0) -> str:
+    """Return what to do next about a job that makes no progress or is back at stock.
+
+    `fall_back_count`: that of its record.
+    """
+    step = _NEXT_STEPS[reason] if needs_person(reason, fall_back_count) else _RETRY_STEP
+    return step.replace("JOB", job_id)
 
 
 _OF_ONE_AND_MANY = {

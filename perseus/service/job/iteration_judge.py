@@ -19,7 +19,9 @@ from perseus.service.domain.telemetry import IterationColumns, TelemetryBatch
 from perseus.service.job.lifecycle import Lifecycle
 from perseus.service.job.planning.caps import Cap
 from perseus.service.job.planning.drift import changed_work
+from perseus.service.job.planning.plan_watch import MAX_SUSPECTED
 from perseus.service.job.ranks.rank_table import AHEAD_LIMIT
+from perseus.service.job.retry_delay import RetryDelay
 from perseus.service.job.run import Run
 from perseus.service.job.stragglers.registry import NOTHING_JUDGED
 from perseus.v1 import event_pb2
@@ -39,6 +41,8 @@ class IterationJudge:
         self._lifecycle = lifecycle
         # When the latest iteration of the whole job was complete.
         self._complete_s = run.now_s
+        # Between two baselines that iterations refuted.
+        self._refutation_delay = RetryDelay()
 
     def check_far(self, batch: TelemetryBatch) -> TelemetryBatch:
         """Check a rank's batch with iterations where it can't be beside the others' reports.
@@ -96,6 +100,7 @@ class IterationJudge:
         run.planner.count_done(sum(1 + iteration.skipped_count for iteration in complete))
         run.offers.iteration_time_s = complete[-1].iteration_time_s
         is_free = run.max_clock_enforcer.max_clock is None
+        slowed: set[int] = set()
         for iteration in complete:
             gap_s = run.progress.silence_s(run.now_s)
             run.progress.take_iteration(iteration, run.now_s)
@@ -104,12 +109,13 @@ class IterationJudge:
             if is_comparable:
                 run.planner.watch.learn(iteration)
                 judgement = run.stragglers.judge(iteration)
+                slowed.update(judgement.slowed)
             if judgement.has_changed:
                 self._lifecycle.after_straggler_change()
             if run.record.state is JobState.PROFILING:
                 self._note_profiled(iteration, judgement.slowed, gap_s, is_comparable=is_comparable)
             elif run.record.state is JobState.PLANNED:
-                if is_comparable:
+                if is_comparable and not (is_free and self._refute_baseline()):
                     self._watch_plans(iteration)
                 if is_free:
                     self._watch_gpus()
@@ -121,7 +127,68 @@ class IterationJudge:
                 run.planner.watch.take_stock(iteration)
         run.planner.latency.follow(run.now_s)
         if run.record.state is JobState.BASELINE and is_free:
-            run.baseline.take(complete, run.offers.versions)
+            self._measure_baseline(complete, slowed)
+        elif run.record.state is JobState.STOCK:
+            self._lifecycle.retry_when_due()
+        return True
+
+    def _measure_baseline(self, iterations: Sequence[JobIteration], slowed: Collection[int]) -> None:
+        run = self._run
+        cause = self._disturbance(slowed)
+        is_waiting = cause is not None and run.baseline.disturb(run.now_s)
+        spoilt = run.log.mark_disturbance(is_disturbed=is_waiting)
+        if spoilt is not None:
+            run.buffer.store(spoilt)
+        if is_waiting:
+            run.record.state_reason = f"the stock baseline is measured once this has passed: {cause}"
+        else:
+            is_doubtful = cause is None and bool(run.stragglers.suspects)
+            run.baseline.take(iterations, run.offers.versions, MAX_SUSPECTED if is_doubtful else 0)
+
+    def _disturbance(self, slowed: Collection[int]) -> str | None:
+        """Say what slows the job at stock and may pass; None if nothing is known to.
+
+        GPUs that can do without their clocks are slow at stock, too. `slowed`: the pipelines with a GPU that
+        reports that it was slowed.
+        """
+        run = self._run
+        slow = {*run.stragglers.pipelines, *slowed}
+        if slow:
+            slow -= {rank.coordinates.pipeline for rank in run.ranks if rank.capped_clock_mhz}
+        if slow:
+            return f"pipeline {min(slow)} is slow"
+        return None
+
+    def _refute_baseline(self) -> bool:
+        """Measure stock again if plans are surely faster, as no clock is faster than stock.
+
+        Return whether they are. Nothing is compared with the wrong baseline any more.
+        """
+        run = self._run
+        period, saving = run.log.latest_period() or (None, None)
+        if (
+            period is None
+            or saving is None
+            or saving.slowdown_margin_percent is None
+            or period.versions != run.offers.versions
+            or period.iteration_count < run.rules.guard_iterations
+        ):
+            return False
+        tolerance_percent = max(100 * run.rules.guard_tolerance, saving.slowdown_margin_percent)
+        delay = self._refutation_delay
+        if saving.slowdown_percent >= -tolerance_percent:
+            return False
+        if delay.until_s is not None and not delay.is_over(run.now_s):
+            return False
+        delay.begin(run.now_s)
+        run.buffer.store(wrong := run.log.refute_baseline())
+        run.buffer.store(run.meter.refute(wrong))
+        run.baseline.forget()
+        self._lifecycle.enter(
+            JobState.BASELINE,
+            f"iterations are {-saving.slowdown_percent:.1f} ± {saving.slowdown_margin_percent:.1f} % faster "
+            "than the stock baseline, so that is wrong: it is measured again, and compared with no more",
+        )
         return True
 
     def _note_profiled(

@@ -20,9 +20,10 @@ from perseus.service.domain.model import (
     StockClocks,
 )
 from perseus.service.domain.records import ForgetIterations, IterationRows, ProfiledWork
-from perseus.service.domain.stall import StockReason
+from perseus.service.domain.stall import RETRIED, StockReason
 from perseus.service.job.profiling.work_keys import WorkKeys
 from perseus.service.job.ranks.usable_clocks import MIN_CLOCKS, stages_at_stock
+from perseus.service.job.retry_delay import RetryDelay
 from perseus.service.job.run import Run
 from perseus.service.job.states import NEEDS_ALL_RANKS, check_transition
 from perseus.solver import Frontier, Plan, Refinement, SolverError
@@ -40,12 +41,15 @@ class Lifecycle:
         self._measured_work: tuple[str, ...] = ()
         # The state and the frontier for which the report and the straggler detection know the offers.
         self._labelled: tuple[JobState, Frontier | None] | None = None
+        self._retry_delay = RetryDelay()
 
     def resume_restored(self, open_rows: Iterable[IterationRows]) -> None:
         """Continue a restored run: repeat the requests whose answers are not stored."""
         run, state = self._run, self._record.state
         if state not in (JobState.PROFILING, JobState.PLANNED):
             run.max_clock_enforcer.offer_stock()  # a quarantined run had other clocks
+        if state is JobState.STOCK and self._record.stock_reason in RETRIED:
+            self._delay_retry()
         if run.baseline.time_s:
             self._measured_work = self._work_keys()
         self._label_versions()
@@ -245,10 +249,35 @@ class Lifecycle:
                 run.max_clock_enforcer.offer_stock()
 
     def fall_back(self, reason: StockReason, why: str) -> None:
-        """Go to stock, and stay there."""
+        """Go to stock, and stay there; for some reasons, until it is time to try again."""
         if self._record.state not in (JobState.STOCK, JobState.FINISHED):
+            if reason in RETRIED:
+                self._record.fall_back_count += 1
+                why = f"{why}; it is tried again after {self._delay_retry() / 60:.0f} min at stock"
             self.enter(JobState.STOCK, why)
             self._record.stock_reason = reason
+
+    def _delay_retry(self) -> float:
+        self._retry_delay.failure_count = max(0, self._record.fall_back_count - 1)
+        return self._retry_delay.begin(self._run.now_s)
+
+    def retry_when_due(self) -> None:
+        """Try again, if the job has been at stock for long enough after a disturbance.
+
+        The second time, the profile is measured again: the disturbance may have been there before.
+        """
+        if self._retry_delay.is_over(self._run.now_s) and self._record.stock_reason in RETRIED:
+            if self._record.fall_back_count == 2:
+                self.forget_measured()
+            self.leave_stock("it is tried again: what disturbed it may have passed")
+
+    def leave_stock(self, why: str) -> None:
+        """Begin again at the baseline; measurements that still fit are kept."""
+        run = self._run
+        run.planner.drop_frontier()
+        run.planner.watch.forgive()
+        run.baseline.forget()
+        self.enter(JobState.BASELINE if run.ranks.are_all(RankState.CONNECTED) else JobState.WAITING, why)
 
     def _profile(self, held: HoldClocks | None) -> None:
         """Hold clocks round by round, until the measurements suffice."""

@@ -443,12 +443,9 @@ class JobMachine:
         if self.record.state is not JobState.STOCK:
             return
         self.run.buffer.announce(event_pb2.JOB_EVENT_TYPE_RESUMED, "the job resumes from stock on request")
-        self.run.planner.drop_frontier()
-        self.run.planner.watch.forgive()
         self.run.profiler.renew()
-        self.run.baseline.forget()
-        is_complete = self.run.ranks.are_all(RankState.CONNECTED)
-        self._lifecycle.enter(JobState.BASELINE if is_complete else JobState.WAITING, "resumed on request")
+        self.record.fall_back_count = 0
+        self._lifecycle.leave_stock("resumed on request")
 
     def _on_baseline_requested(self, event: BaselineRequested, _now_s: float) -> None:
         check_request_id(event.request_id)

@@ -5,7 +5,8 @@
        │
        └──── a rank is lost ◄── any of these; measurements are kept, and the way back skips them
 
-    STOCK      something failed: stock on every rank until the job ends or is resumed at the baseline
+    STOCK      something failed: stock on every rank until the job ends, or begins again at the baseline: on
+               request, or by itself after a disturbance
     FINISHED   all ranks are done, or the job was ended: stock on every remaining rank
 
 The picture leaves out some transitions back: to PROFILING when clocks are available that were not measured,

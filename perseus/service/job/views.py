@@ -106,7 +106,7 @@ def listed_job(listed: ListedRun) -> job_pb2.Job:
         shown.state_reason = _state_reason(record, record.stall)
         shown.straggler_count = len(record.stragglers)
         if record.state is JobState.STOCK:
-            shown.next_step = next_step(record.stock_reason, listed.job_id)
+            shown.next_step = next_step(record.stock_reason, listed.job_id, record.fall_back_count)
         if record.budget_target_time_s is not None and record.state is JobState.PLANNED:
             shown.budget_target_iteration_time_s = record.budget_target_time_s
     return shown
@@ -149,7 +149,9 @@ def _of_record(
         set_latency_s=record.set_latency_s,
         figures=job_pb2.JobFigures(power_w=0.0 if record.has_finished else None),
         labels=[job_pb2.Label(key=key, value=value) for key, value in run.registrations.labels],
-        next_step=next_step(record.stock_reason, run.spec.job_id) if record.state is JobState.STOCK else "",
+        next_step=next_step(record.stock_reason, run.spec.job_id, record.fall_back_count)
+        if record.state is JobState.STOCK
+        else "",
     )
     if record.baseline is not None:
         shown.baseline.iteration_time_s = record.baseline.time_s

@@ -7,7 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Delete, Dialect, Insert, Select, Table, Update, bindparam, delete, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Delete,
+    Dialect,
+    Insert,
+    Select,
+    Table,
+    Update,
+    bindparam,
+    delete,
+    literal_column,
+    select,
+    update,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine.interfaces import DBAPICursor
 
@@ -30,6 +43,7 @@ UPSERT_PROFILE = "upsert_profile"
 UPSERT_WORK = "upsert_work"
 UPSERT_PERIOD = "upsert_period"
 UPSERT_HOUR = "upsert_hour"
+UNCOMPARE_HOURS = "uncompare_hours"
 UPSERT_TELEMETRY = "upsert_telemetry"
 UPSERT_TOKEN = "upsert_token"
 UPSERT_SESSION = "upsert_session"
@@ -52,6 +66,7 @@ ORDER = (
     UPSERT_WORK,
     UPSERT_PERIOD,
     UPSERT_HOUR,
+    UNCOMPARE_HOURS,
     INSERT_ITERATION,
     CLOSE_ITERATIONS,
     INSERT_EVENT,
@@ -66,6 +81,16 @@ ORDER = (
 )
 """The order in which a group's rows are written: a run before its changes, plans before rows that use
 them."""
+
+_OF_COMPARED = (
+    "compared_count",
+    "compared_energy_j",
+    "energy_m2",
+    "freedom_count",
+    "profiling_count",
+    "profiling_energy_j",
+    "straggler_energy_j",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +138,8 @@ class Statements:
             ]
 
         runs, plans, offers, rows = schema.runs, schema.plans, schema.offers, schema.open_iterations
+        hours = schema.ledger
+        zero: ColumnElement[int] = literal_column("0")
         used = select(offers.c.plan_digest).where(
             offers.c.job_id == plans.c.job_id, offers.c.run_number == plans.c.run_number
         )
@@ -135,6 +162,17 @@ class Statements:
             UPSERT_WORK: upsert(schema.profiled_work),
             UPSERT_PERIOD: upsert(schema.periods),
             UPSERT_HOUR: upsert(schema.ledger),
+            # As `EnergySums.uncompared`.
+            UNCOMPARE_HOURS: update(hours)
+            .where(
+                *of_run(hours),
+                hours.c.deletion == zero,
+                hours.c.baseline_number == bindparam("of_baseline_number"),
+            )
+            .values(
+                uncompared_energy_j=hours.c.uncompared_energy_j + hours.c.compared_energy_j,
+                **dict.fromkeys(_OF_COMPARED, zero),
+            ),
             INSERT_ITERATION: insert(rows).on_conflict_do_nothing(),
             CLOSE_ITERATIONS: delete(rows).where(
                 *of_run(rows), rows.c.iteration <= bindparam("closed_through")

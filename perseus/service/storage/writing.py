@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, field
 from sqlalchemy import Connection, Table, delete, func, literal, select, update
 from sqlalchemy.engine.interfaces import DBAPICursor
 
-from perseus.service.domain.ledger import EnergyHour
+from perseus.service.domain.ledger import EnergyHour, UncomparedHours
 from perseus.service.domain.measured import Period, StageProfile
 from perseus.service.domain.messages import frontier_to_proto, time_from_proto, timeline_to_proto
 from perseus.service.domain.model import Clocks, Rank
@@ -291,6 +291,8 @@ class GroupWriter:
                 rows[to.UPSERT_RECORDING].append((*run, document))
             case EnergyHour():
                 rows[to.UPSERT_HOUR].append(ledger_rows.row_of(*run, record))
+            case UncomparedHours(baseline_number):
+                rows[to.UNCOMPARE_HOURS].append((*run, baseline_number))
 
     def _take_offer(self, group: _Group, run: _RunKey, record: OfferRecord) -> None:
         offer = record.offer

@@ -18,7 +18,7 @@ from perseus.service.domain.model import FaultyPart, JobState, RankState
 from perseus.service.domain.power import FeedStatus
 from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost, ProfilingLimit
 from perseus.service.domain.records import JobRecord
-from perseus.service.domain.stall import Stall
+from perseus.service.domain.stall import Stall, needs_person
 from perseus.service.domain.statement import LedgerTotals
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.live_run import LiveRun
@@ -134,7 +134,7 @@ class CoordinatorCollector:
         job = live.job(run, is_full=False)
         figures = live.figures(run)
         record = run.machine.record
-        _put_state(readings, job, record.state, figures.stall)
+        _put_state(readings, job, record, figures.stall)
         _put_measured(readings, job, record, figures)
         _put_profiling(readings, job, figures.profiling_cost, live.rules.profiling_budget)
         counts, job_id = run.event_counts, run.job_id
@@ -205,11 +205,13 @@ def _put_feed(readings: Readings, name: str, status: FeedStatus) -> None:
     readings.put(names.FEED_HELD_JOBS, len(status.held), name)
 
 
-def _put_state(readings: Readings, job: job_pb2.Job, now: JobState, stall: Stall | None) -> None:
-    job_id = job.job_id
+def _put_state(readings: Readings, job: job_pb2.Job, record: JobRecord, stall: Stall | None) -> None:
+    job_id, now = job.job_id, record.state
     for state in JobState:
         if state is not JobState.FINISHED:
             readings.put(names.JOB_STATE, now is state, job_id, state.value)
+    needs_resume = now is JobState.STOCK and needs_person(record.stock_reason, record.fall_back_count)
+    readings.put(names.JOB_NEEDS_RESUME, needs_resume, job_id)
     readings.put(names.JOB_RUN, job.run_number, job_id)
     for rank_state in RankState:
         readings.put(

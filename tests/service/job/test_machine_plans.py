@@ -100,6 +100,7 @@ def test_seconds_are_put_on_the_frontiers_scale() -> None:
 def test_a_straggler_known_before_the_frontier_counts_from_the_first_plan() -> None:
     cluster = Cluster(make_spec())
     cluster.join_all()
+    cluster.iterate_until(JobState.PROFILING)
     cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.2)))
     assert cluster.machine.run.planner.straggler_times_s() == {0: 0.0}
     cluster.iterate_until(JobState.PLANNED)

@@ -15,6 +15,7 @@ from perseus.service.domain.ledger import (
     HourFilter,
     Rates,
     Reference,
+    UncomparedHours,
 )
 from perseus.service.domain.records import StoredJob
 from perseus.service.domain.retention import DAY_S, Retention
@@ -73,6 +74,18 @@ async def test_hours_of_a_run_are_summed_by_baseline(store: SqlStore) -> None:
         assert astuple(weighted) == pytest.approx(
             (2 * rate * energy_j, 8 * rate, 2 * rate * 320.1, 8 * rate**2, 1, energy_j, 4, 320.1)
         )
+
+
+async def test_hours_compared_with_a_wrong_baseline_become_uncompared(store: SqlStore) -> None:
+    right = replace(REFERENCE, number=1)
+    wrong = JobEntry("job", 1, UncomparedHours(REFERENCE.number))
+    await store.write([new_run(), hour(9, right), hour(10), hour(11), wrong])
+    await store.write([wrong])
+    of_right, of_wrong = await store.ledger(HourFilter())
+    assert of_right.sums == SUMS
+    assert astuple(of_wrong.sums) == tuple(2 * value for value in astuple(SUMS.uncompared()))
+    assert of_wrong.cost.compared_count == 0
+    assert of_wrong.sums.energy_j == pytest.approx(2 * SUMS.energy_j)
 
 
 async def test_a_rewritten_hour_replaces_the_older_one(store: SqlStore) -> None:

@@ -281,6 +281,8 @@ async def test_a_job_that_fails_a_scrape_is_quarantined_and_the_others_are_repor
         monkeypatch.setattr(IterationLog, "latest_period", latest_period)
         samples = await scrape(f"http://{http}/metrics")
     assert value(samples, "perseus_job_state", job_id="bad", state="stock") == 1
+    assert value(samples, "perseus_job_needs_resume", job_id="bad") == 1
+    assert value(samples, "perseus_job_needs_resume", job_id="good") == 0
     assert value(samples, "perseus_job_quarantines_total", job_id="bad") == 1
     assert value(samples, "perseus_job_state", job_id="good", state="waiting") == 1
 

@@ -5,7 +5,8 @@ the gap before it. The report's periods are narrower: they leave out the first i
 irregular iterations and gaps. A bill has to include them.
 
 An iteration at stock saves nothing by definition. One under other clocks is compared with the report's latest
-stock baseline, if the energy of all its GPUs is known; without a baseline its saving is unknown.
+stock baseline, if the energy of all its GPUs is known; without a baseline, or with one that proved wrong, its
+saving is unknown.
 
 A changed hour is returned whole and stored together with the iterations that changed it: a coordinator that
 is killed counts nothing twice and leaves nothing out.
@@ -14,7 +15,14 @@ is killed counts nothing twice and leaves nothing out.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from perseus.service.domain.ledger import HOUR_S, EnergyHour, EnergySums, Reference
+from perseus.service.domain.ledger import (
+    HOUR_S,
+    NO_BASELINE,
+    EnergyHour,
+    EnergySums,
+    Reference,
+    UncomparedHours,
+)
 from perseus.service.domain.measured import JobIteration, Period
 from perseus.service.domain.model import JobState
 
@@ -28,6 +36,8 @@ class EnergyMeter:
 
     def __init__(self) -> None:
         self.saved_j: float | None = None
+        # The part of it that is saved against the baseline of that number.
+        self._of_baseline: tuple[int, float] = NO_BASELINE, 0.0
         self._hour: EnergyHour | None = None
         # Count and mean of consecutive iterations under the same plans: a different mean would look like
         # noise. The first iteration may have begun under other clocks.
@@ -56,6 +66,7 @@ class EnergyMeter:
             if baseline is not None and baseline.energy_j > 0
             else None
         )
+        is_wrong = baseline is not None and baseline.is_wrong
         # A wall clock that is set back must not reopen an earlier stored hour.
         number = int(wall_time_s // HOUR_S)
         if self._hour is not None:
@@ -67,9 +78,19 @@ class EnergyMeter:
         ):
             hour = replace(hour, sums=self._hour.sums)
         for iteration in iterations:
-            hour = replace(hour, sums=self._added(hour.sums, iteration, reference))
+            hour = replace(hour, sums=self._added(hour.sums, iteration, None if is_wrong else reference))
         self._hour = hour
         return hour
+
+    def refute(self, baseline: Period) -> UncomparedHours:
+        """Count what was compared with a baseline that proved wrong as uncompared; return the record."""
+        number, saved_j = self._of_baseline
+        if number == baseline.number and self.saved_j is not None:
+            self.saved_j -= saved_j
+            self._of_baseline = NO_BASELINE, 0.0
+        if self._hour is not None and self._hour.baseline_number == baseline.number:
+            self._hour = replace(self._hour, sums=self._hour.sums.uncompared())
+        return UncomparedHours(baseline.number)
 
     def _added(self, sums: EnergySums, iteration: JobIteration, reference: Reference | None) -> EnergySums:
         energy_j = sum(iteration.pipeline_energy_j)
@@ -85,7 +106,10 @@ class EnergyMeter:
             return replace(sums, stock_energy_j=sums.stock_energy_j + energy_j)
         if reference is None or not is_measured:
             return replace(sums, uncompared_energy_j=sums.uncompared_energy_j + energy_j)
-        self.saved_j = (self.saved_j or 0.0) + reference.energy_j - energy_j
+        saved_j = reference.energy_j - energy_j
+        self.saved_j = (self.saved_j or 0.0) + saved_j
+        number, before_j = self._of_baseline
+        self._of_baseline = reference.number, saved_j + (before_j if number == reference.number else 0.0)
         m2, freedom_count = self._deviation(iteration, energy_j)
         is_profiling = iteration.state is JobState.PROFILING
         return replace(

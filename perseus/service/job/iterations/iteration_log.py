@@ -9,7 +9,7 @@ incomplete iterations need to be stored.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from perseus.service.domain.bounds import MAX_COUNT
 from perseus.service.domain.figures import Totals
-from perseus.service.domain.measured import MAX_PERIODS, JobIteration, Period, Saving, saving
+from perseus.service.domain.measured import MAX_PERIODS, JobIteration, Period, Saving, compared
 from perseus.service.domain.model import (
     NO_VERSION,
     STOCK,
@@ -77,7 +77,7 @@ class IterationLog:
     Attributes:
         closed_through: the highest iteration that takes no more rows, -1 if none.
         periods: the latest periods of the report, about `MAX_PERIODS`.
-        latest_baseline: the latest period that is a stock baseline, if there is one.
+        latest_baseline: the latest period that is a stock baseline, if there is one, even if it is wrong.
         iteration_time_s: that of the latest complete iteration of the job, 0 before the first.
         latest: that iteration.
         is_latest_current: whether no rank has been lost since.
@@ -107,6 +107,8 @@ class IterationLog:
         # Irregular iterations without a period yet: their key, count and mean time.
         self._irregular: tuple[tuple[tuple[int, ...], bool], int, float] | None = None
         self._restored_through: int | None = None
+        # Whether a disturbance spoils the stock baseline that is being measured.
+        self._is_disturbed = False
         self._labels: dict[int, _Label] = {NO_VERSION: _Label(JobState.BASELINE, is_stock=True)}
         # By version of a plan: the percentage that the GPUs' set latency adds to its energy, if not 0.
         self._latency_costs: dict[int, float] = {}
@@ -239,8 +241,21 @@ class IterationLog:
         """Return the last period of the report, if there is one, and its saving against stock."""
         if not self.periods:
             return None
-        last, stock = self.periods[-1], self.latest_baseline
-        return last, None if last.is_baseline or stock is None else saving(last, stock)
+        return self.periods[-1], compared(self.periods[-1], self.latest_baseline)
+
+    def mark_disturbance(self, *, is_disturbed: bool) -> Period | None:
+        """Record whether something disturbs the current baseline; return its period, if that has changed."""
+        self._is_disturbed = is_disturbed
+        if not is_disturbed or not self.periods or not self.periods[-1].is_baseline:
+            return None
+        return None if self.periods[-1].is_wrong else self.refute_baseline()
+
+    def refute_baseline(self) -> Period:
+        """Compare nothing with the latest baseline any more, and return it."""
+        assert self.latest_baseline is not None
+        wrong = self.latest_baseline = replace(self.latest_baseline, is_wrong=True)
+        self.periods = [wrong if period.number == wrong.number else period for period in self.periods]
+        return wrong
 
     def rank_powers_w(self, first_index: int, count: int) -> list[float | None]:
         """Return the mean power, in watts, of `count` ranks from an index on in the latest iteration.
@@ -347,7 +362,12 @@ class IterationLog:
             return
         last = self.periods[-1] if self.periods else None
         # A baseline that is measured where the job was at stock already is a period of its own.
-        is_new_baseline = complete.state is JobState.BASELINE and last is not None and not last.is_baseline
+        # So is one after a disturbance.
+        is_new_baseline = (
+            complete.state is JobState.BASELINE
+            and last is not None
+            and (not last.is_baseline or (last.is_wrong and not self._is_disturbed))
+        )
         if last is not None and (last.versions, last.has_straggler) == key and not is_new_baseline:
             self.periods[-1] = last.extended(complete, wall_time_s)
             self._note_baseline()
@@ -421,7 +441,7 @@ def report(periods: Sequence[Period], first_number: int) -> Iterator[tuple[Perio
         if period.is_baseline:
             stock = period
         if period.number >= first_number:
-            yield period, None if period.is_baseline or stock is None else saving(period, stock)
+            yield period, compared(period, stock)
 
 
 def _latest_baseline(periods: Sequence[Period]) -> Period | None:

@@ -28,7 +28,7 @@ from perseus.solver import Frontier
 from perseus.v1 import event_pb2
 
 MAX_PREDICTION_VIOLATIONS = 2
-"""After more violations than this, the job stays at stock."""
+"""After more violations than this, the job goes to stock without another plan."""
 
 FORGIVING_ITERATIONS = 1000
 """Iterations within the prediction that cancel one violation: two in a year are not two in a row."""
@@ -154,7 +154,7 @@ class PlanWatch:
     def _check_prediction(self, iteration: JobIteration) -> None:
         self._kept_count += iteration.is_regular
         if self._kept_count >= FORGIVING_ITERATIONS:
-            self._kept_count = 0
+            self._kept_count = self._record.fall_back_count = 0
             self._record.prediction_violation_count = max(0, self._record.prediction_violation_count - 1)
 
     def _handle_violation(

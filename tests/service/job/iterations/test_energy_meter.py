@@ -1,14 +1,14 @@
 """The energy of a run, hour by hour."""
 
 import statistics
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.service.domain.ledger import HOUR_S, EnergyHour, EnergySums, Reference
+from perseus.service.domain.ledger import HOUR_S, EnergyHour, EnergySums, Reference, UncomparedHours
 from perseus.service.domain.measured import JobIteration, Period
 from perseus.service.domain.model import JobState
 from perseus.service.job.iterations.energy_meter import EnergyMeter
@@ -154,3 +154,20 @@ def test_hours_and_batches_add_up_to_the_same(energies_j: list[float], data: st.
 def test_iterations_of_several_plans_at_once_do_not_count_for_the_deviation() -> None:
     found = sums(*(iteration(energy_j, versions=None) for energy_j in (70.0, 90.0, 80.0)))
     assert (found.compared_count, found.freedom_count, found.energy_m2) == (3, 0, 0.0)
+
+
+def test_what_was_compared_with_a_wrong_baseline_is_uncompared_and_saves_nothing() -> None:
+    meter = EnergyMeter()
+    meter.take([iteration(80.0)], BASELINE, NOW_S)
+    following = replace(BASELINE, number=5)
+    before = meter.take([iteration(70.0), iteration(70.0)], following, NOW_S)
+    assert meter.saved_j == 20.0 + 60.0
+    assert meter.refute(following) == UncomparedHours(5)
+    after = meter.take([iteration(60.0)], replace(following, is_wrong=True), NOW_S)
+    assert (after.hour, after.baseline_number) == (before.hour, before.baseline_number), "the same row"
+    assert (after.sums.uncompared_energy_j, after.sums.compared_count) == (200.0, 0)
+    assert (after.sums.compared_energy_j, after.sums.energy_m2) == (0.0, 0.0)
+    assert after.sums.iteration_count == 3
+    assert meter.saved_j == 20.0
+    assert meter.refute(following) == UncomparedHours(5), "again: nothing changes"
+    assert meter.saved_j == 20.0

@@ -14,6 +14,7 @@ from perseus.service.domain.inputs import (
 )
 from perseus.service.domain.model import JobState, PlannedClocks, Straggler
 from perseus.service.job.command_buffer import CommandBuffer
+from perseus.service.job.iterations.baseline import MAX_WAIT_S
 from perseus.service.job.planning.exact_plans import KEPT_PLANS, MIN_GAIN, ExactPlans
 from perseus.solver import Plan, Refinement
 from perseus.v1 import event_pb2
@@ -180,6 +181,9 @@ def test_a_plan_that_comes_while_the_baseline_is_measured_waits_for_its_end(
     commands = cluster.handle(Refined(refinement, refinement.plan()))
     assert offered(commands) == set()
     cluster.carry_out(commands)
+    cluster.iterate(3)
+    cluster.expect(JobState.BASELINE)
+    cluster.now_s += MAX_WAIT_S  # the straggler lasts
     cluster.iterate_until(JobState.PLANNED)
     assert len(cluster.waiting) == 1
 

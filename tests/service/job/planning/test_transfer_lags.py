@@ -172,7 +172,9 @@ def test_longer_lags_are_found_until_predictions_have_been_violated_too_often() 
     assert lags_s == sorted(lags_s)
     assert len(cluster.announced(event_pb2.PredictionViolated)) == MAX_PREDICTION_VIOLATIONS + 1
     assert len(lags_s) == MAX_PREDICTION_VIOLATIONS + 1
-    assert cluster.announced(event_pb2.StateChanged)[-1].reason == "predictions were violated 3 times"
+    assert cluster.announced(event_pb2.StateChanged)[-1].reason == (
+        "predictions were violated 3 times; it is tried again after 30 min at stock"
+    )
 
 
 def test_a_restarted_coordinator_knows_the_lag_and_makes_the_same_plans() -> None:

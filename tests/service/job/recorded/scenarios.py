@@ -173,6 +173,7 @@ def two_stragglers_and_a_restart(_steps: Steps) -> None:
 def a_straggler_while_profiling(_steps: Steps) -> None:
     cluster = Cluster(make_spec())
     cluster.join_all()
+    cluster.iterate_until(JobState.PROFILING)
     cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.5)))
     _planned(cluster)
 

@@ -1,0 +1,272 @@
+"""What a passing disturbance leaves behind: no wrong baseline, and no job that stays at stock."""
+
+from collections.abc import Callable
+
+import pytest
+
+from perseus.service.domain.commands import Store
+from perseus.service.domain.inputs import (
+    BaselineRequested,
+    ResumeRequested,
+    StragglerCleared,
+    StragglerReported,
+)
+from perseus.service.domain.ledger import UncomparedHours
+from perseus.service.domain.messages import NUMBERS
+from perseus.service.domain.model import JobState, Straggler
+from perseus.service.domain.stall import UNATTENDED_FALL_BACKS, StockReason, needs_person, next_step
+from perseus.service.job.iterations.baseline import MAX_WAIT_S
+from perseus.service.job.iterations.iteration_log import report
+from perseus.service.job.planning import plan_watch
+from perseus.service.job.planning.plan_watch import MAX_SUSPECTED
+from perseus.service.job.retry_delay import INITIAL_DELAY_S, RetryDelay
+from perseus.v1 import event_pb2
+from tests.service.job.stragglers.straggler_cluster import TimedCluster
+from tests.service.job.truthful_cluster import TruthfulCluster
+from tests.service.service_fakes import Cluster, make_spec
+
+BLOCK = 40
+
+
+def baseline_s(cluster: Cluster) -> float:
+    found = cluster.machine.run.baseline.iteration
+    assert found is not None
+    return found.time_s
+
+
+# ---------------------------------------------------------------------- while the baseline is measured
+
+
+def report_straggler(cluster: TimedCluster) -> None:
+    cluster.slowdowns[0] = 1.45
+    cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.45)))
+
+
+def heat(cluster: TimedCluster) -> None:
+    cluster.slowdowns[0], cluster.clock_event_reasons[0] = 1.45, 0x20
+
+
+def slow(cluster: TimedCluster) -> None:
+    cluster.slowdowns[0] = 1.45
+
+
+def end(cluster: TimedCluster) -> None:
+    cluster.slowdowns[0], cluster.clock_event_reasons[0] = 1.0, 0
+    cluster.send(StragglerCleared(0))
+
+
+@pytest.mark.parametrize(
+    ("pipeline_count", "disturb"),
+    [(4, report_straggler), (4, heat), (4, slow), (1, report_straggler), (1, heat)],
+)
+def test_the_baseline_waits_until_a_disturbance_has_passed(
+    pipeline_count: int, disturb: Callable[[TimedCluster], None]
+) -> None:
+    cluster = TimedCluster(make_spec(pipelines=pipeline_count))
+    cluster.run_to_plan()
+    undisturbed_s = baseline_s(cluster)
+    cluster.run(BLOCK)  # until the noise is known
+    disturb(cluster)
+    cluster.machine.run.baseline.forget()
+    cluster.machine._lifecycle.enter(JobState.BASELINE, "of the test")
+    cluster.run(BLOCK)
+    cluster.expect(JobState.BASELINE)
+    assert "once this has passed: pipeline 0 is slow" in cluster.job().state_reason
+    end(cluster)
+    cluster.run_until(JobState.PLANNED)
+    assert baseline_s(cluster) == pytest.approx(undisturbed_s, rel=0.05)
+    period = cluster.machine.run.log.latest_baseline
+    assert period is not None
+    assert not period.is_wrong
+    assert period.iteration_time_s == pytest.approx(undisturbed_s, rel=0.05), "disturbed ones do not count"
+
+
+def test_a_disturbance_that_lasts_belongs_to_the_job() -> None:
+    cluster = TimedCluster(make_spec(pipelines=4))
+    cluster.join_all()
+    heat(cluster)
+    cluster.run(BLOCK)
+    cluster.expect(JobState.BASELINE)
+    cluster.now_s += MAX_WAIT_S
+    cluster.run_until(JobState.PROFILING)
+
+
+def test_a_suspect_delays_the_baseline_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = TimedCluster(make_spec(pipelines=4))
+    cluster.join_all()
+    monkeypatch.setattr(type(cluster.machine.run.stragglers), "suspects", property(lambda _: {2}))
+    cluster.run(MAX_SUSPECTED)
+    cluster.expect(JobState.BASELINE)
+    cluster.run(6)
+    cluster.expect(JobState.PROFILING)
+
+
+# ---------------------------------------------------------------------- after a wrong baseline
+
+
+def with_wrong_baseline() -> TruthfulCluster:
+    """Return a planned job whose stock baseline was measured while its GPUs were slow for another reason."""
+    cluster = TruthfulCluster().plan()
+    cluster.run(5)
+    cluster.send(BaselineRequested("request"))
+    cluster.work = lambda _stage: 1.4
+    cluster.run_until(JobState.PLANNED)
+    cluster.run(2)  # until stock is no longer in force
+    cluster.work = lambda _stage: 1.0
+    return cluster
+
+
+def states(cluster: Cluster) -> list[int]:
+    return [each.after for each in cluster.announced(event_pb2.StateChanged)]
+
+
+def test_plans_that_are_faster_than_stock_refute_the_baseline() -> None:
+    cluster = with_wrong_baseline()
+    wrong_s, before = baseline_s(cluster), len(states(cluster))
+    cluster.run(BLOCK)
+    cluster.expect(JobState.PLANNED)
+    assert baseline_s(cluster) < 0.75 * wrong_s
+    changed = cluster.announced(event_pb2.StateChanged)[before]
+    assert "% faster than the stock baseline, so that is wrong" in changed.reason
+    log = cluster.machine.run.log
+    assert log.latest_baseline is not None
+    assert not log.latest_baseline.is_wrong
+    wrong, *_ = [period for period in log.periods if period.is_wrong]
+    savings = [
+        saving
+        for period, saving in report(log.periods, 0)
+        if saving is not None and period.number > wrong.number
+    ]
+    assert savings, "the new baseline counts"
+    assert {saving.baseline_number for saving in savings} == {log.latest_baseline.number}
+    uncompared = [
+        command.record.baseline_number
+        for command in cluster.history
+        if isinstance(command, Store) and isinstance(command.record, UncomparedHours)
+    ]
+    assert uncompared == [wrong.number]
+
+
+def test_a_wrong_baseline_stays_wrong_after_a_restart() -> None:
+    cluster = with_wrong_baseline()
+    cluster.run_until(JobState.BASELINE)
+    cluster.restart()
+    log = cluster.machine.run.log
+    assert log.latest_baseline is not None
+    assert log.latest_baseline.is_wrong
+    cluster.join_all()
+    cluster.run_until(JobState.PLANNED)
+    cluster.run(BLOCK)
+    cluster.expect(JobState.PLANNED)
+
+
+def test_baselines_are_not_refuted_in_a_loop() -> None:
+    cluster = with_wrong_baseline()
+    cluster.run(BLOCK)
+    count = len(states(cluster))
+    cluster.work = lambda _stage: 0.8  # and lighter again
+    cluster.run(3 * BLOCK)
+    assert len(states(cluster)) == count
+    cluster.now_s += INITIAL_DELAY_S
+    cluster.run(BLOCK)
+    assert len(states(cluster)) > count
+    cluster.expect(JobState.PLANNED)
+
+
+def test_iterations_within_the_tolerance_refute_nothing() -> None:
+    cluster = TruthfulCluster().plan()
+    cluster.work = lambda _stage: 0.995
+    before = len(states(cluster))
+    cluster.run(BLOCK)
+    assert len(states(cluster)) == before
+
+
+# ---------------------------------------------------------------------- at stock
+
+
+def fall_back(cluster: TruthfulCluster) -> None:
+    cluster.iterate(8, duration_s=5.0)
+    cluster.expect(JobState.STOCK)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_job_is_tried_again_by_itself(*, is_restarted: bool) -> None:
+    cluster = TruthfulCluster().plan()
+    fall_back(cluster)
+    assert cluster.machine.record.stock_reason is StockReason.UNEXPLAINED
+    assert cluster.job().next_step.startswith("wait: it is tried again by itself")
+    assert "after 30 min" in cluster.job().state_reason
+    if is_restarted:
+        cluster.restart()
+        cluster.join_all()
+    cluster.run(10)
+    cluster.expect(JobState.STOCK)
+    cluster.now_s += INITIAL_DELAY_S
+    cluster.run(1)
+    cluster.expect(JobState.BASELINE)
+    cluster.run_until(JobState.PLANNED)
+
+
+@pytest.mark.slow("a job falls back to stock eight times")
+def test_each_failed_try_doubles_the_wait_and_only_after_a_day_a_person_is_asked() -> None:
+    cluster = TruthfulCluster().plan()
+    waited_s: list[float] = []
+    for _ in range(UNATTENDED_FALL_BACKS + 1):
+        fall_back(cluster)
+        since_s = cluster.now_s
+        cluster.restart()
+        cluster.join_all()
+        asks = "tries have failed for a day" in cluster.job().next_step
+        assert asks == (sum(waited_s) >= 24 * 3600)
+        while cluster.machine.record.state is JobState.STOCK and not asks:
+            cluster.now_s += INITIAL_DELAY_S
+            cluster.run(1)
+        waited_s.append(cluster.now_s - since_s)
+        if not asks:
+            cluster.run_until(JobState.PLANNED)
+            cluster.run(4)
+    assert cluster.machine.record.fall_back_count == UNATTENDED_FALL_BACKS + 1
+    cluster.expect(JobState.STOCK)
+    cluster.send(ResumeRequested())
+    cluster.run_until(JobState.PLANNED)
+    assert cluster.machine.record.fall_back_count == 0
+
+
+def test_a_plan_that_holds_ends_the_count_of_failed_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_watch, "FORGIVING_ITERATIONS", 2 * BLOCK)
+    cluster = TruthfulCluster().plan()
+    fall_back(cluster)
+    cluster.now_s += INITIAL_DELAY_S
+    cluster.run(1)
+    cluster.run_until(JobState.PLANNED)
+    cluster.run(BLOCK)
+    assert cluster.machine.record.fall_back_count == 1
+    cluster.run(2 * BLOCK)
+    assert cluster.machine.record.fall_back_count == 0
+
+
+def test_violated_predictions_are_tried_again_too_and_other_reasons_are_not() -> None:
+    assert not needs_person(StockReason.PREDICTIONS_VIOLATED, 1)
+    assert needs_person(StockReason.NO_FRONTIER, 0)
+    assert needs_person(None, 0)
+    for reason in (StockReason.PREDICTIONS_VIOLATED, StockReason.UNEXPLAINED):
+        assert "report" not in next_step(reason, "job", 1)
+
+
+def test_the_second_try_profiles_again() -> None:
+    """A disturbance may have been there while the job was profiled."""
+    cluster = TruthfulCluster().plan()
+    for is_profiled_again in (False, True):
+        fall_back(cluster)
+        cluster.now_s += 2 * INITIAL_DELAY_S
+        before = len(states(cluster))
+        cluster.run(1)
+        cluster.run_until(JobState.PLANNED)
+        cluster.run(4)
+        assert (NUMBERS[JobState.PROFILING] in states(cluster)[before:]) == is_profiled_again
+
+
+def test_a_day_of_tries_is_what_the_delays_make_it() -> None:
+    delay = RetryDelay()
+    waits_s = [delay.begin(0.0) for _ in range(UNATTENDED_FALL_BACKS)]
+    assert sum(waits_s) >= 24 * 3600 > sum(waits_s[:-1])

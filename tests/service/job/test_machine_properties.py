@@ -157,6 +157,9 @@ class RandomRun(RuleBasedStateMachine):
                 self.finish_solving()
             for rank in self.cluster.ranks.values():
                 self.step(rank)
+            if self.cluster.machine.record.state is JobState.BASELINE:  # it waits for the end of stragglers
+                for pipeline in self.cluster.machine.run.stragglers.pipelines:
+                    self.take(self.cluster.handle(StragglerCleared(pipeline)))
             calm_count = calm_count + 1 if self.is_calm() else 0
             if calm_count == 10:
                 break

@@ -6,6 +6,7 @@ work is still the measured one. `MaxClockEnforcer` decides which iterations are 
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import astuple
 
 from perseus.service.domain.commands import ReportIteration
 from perseus.service.domain.errors import InvalidFieldError
@@ -152,12 +153,10 @@ class IterationJudge:
         reports that it was slowed.
         """
         run = self._run
-        slow = {*run.stragglers.pipelines, *slowed}
-        if slow:
-            slow -= {rank.coordinates.pipeline for rank in run.ranks if rank.capped_clock_mhz}
-        if slow:
-            return f"pipeline {min(slow)} is slow"
-        return None
+        if run.ranks.foreign:
+            return f"another client of the driver holds the clock of {min(run.ranks.foreign, key=astuple)}"
+        slow = {*run.stragglers.pipelines, *slowed} - {place.pipeline for place in run.ranks.capped}
+        return f"pipeline {min(slow)} is slow" if slow else None
 
     def _refute_baseline(self) -> bool:
         """Measure stock again if plans are surely faster, as no clock is faster than stock.

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from perseus.service.domain.inputs import TelemetryArrived
+from perseus.service.domain.inputs import BaselineRequested, TelemetryArrived
 from perseus.service.domain.model import JobState, Rank
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import ForeignClock
@@ -86,3 +86,14 @@ def test_a_rank_that_has_ended_has_none(leave: str) -> None:
     end: Callable[..., None] = getattr(ranks, leave)
     end(RANK, "for the test", *([cluster.now_s] if leave == "lose" else []))
     assert rank_of(cluster).foreign_clock is None
+
+
+def test_no_stock_baseline_is_measured_meanwhile() -> None:
+    cluster = with_foreign_clock()
+    cluster.send(BaselineRequested("request"))
+    cluster.run(100)
+    cluster.expect(JobState.BASELINE)
+    reason = f"another client of the driver holds the clock of {RANK}"
+    assert cluster.job().state_reason == f"the stock baseline is measured once this has passed: {reason}"
+    cluster.ranks[RANK].foreign_clock = None
+    cluster.run_until(JobState.PLANNED)

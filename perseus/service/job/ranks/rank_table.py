@@ -37,6 +37,8 @@ class RankTable:
         counts: how many ranks are in each state.
         missing: the ranks that are not connected and have not finished.
         placement_count: how often a rank joined from another host, or with another GPU, than before.
+        capped: the ranks that do without higher clocks.
+        foreign: the ranks whose GPU's clock another client of the driver holds.
         plausible_through: `plausible_iteration` as last computed; it only rises until ranks come or go.
     """
 
@@ -57,7 +59,8 @@ class RankTable:
         # Telemetry up to this sequence is of an earlier trainer. Not stored: every stream reports it anew.
         self._after_sequence: dict[Coordinates, int] = {}
         self._changed: set[Coordinates] = set()
-        self._capped: set[Coordinates] = set()
+        self.capped: set[Coordinates] = set()
+        self.foreign: set[Coordinates] = set()
         self._clocks = ClockCounts(spec.parallelism.stage_count)
         # By stage: how many of its GPUs are of each kind; and these kinds, None after they have changed.
         self._gpus: list[Counter[GpuKind]] = [Counter() for _ in range(spec.parallelism.stage_count)]
@@ -162,7 +165,7 @@ class RankTable:
 
     def lift_caps(self) -> bool:
         """Assume that ranks reach all clocks again; return whether any was capped."""
-        capped = sorted(self._capped, key=astuple)
+        capped = sorted(self.capped, key=astuple)
         for place in capped:
             self.change(replace(self._ranks[place], capped_clock_mhz=0))
         return bool(capped)
@@ -413,7 +416,9 @@ class RankTable:
         if is_live:
             self._live.setdefault(rank.instance_id, set()).add(place)
         if rank.capped_clock_mhz != before.capped_clock_mhz:
-            (self._capped.add if rank.capped_clock_mhz else self._capped.discard)(place)
+            (self.capped.add if rank.capped_clock_mhz else self.capped.discard)(place)
+        if rank.foreign_clock != before.foreign_clock:
+            (self.foreign.add if rank.foreign_clock else self.foreign.discard)(place)
         self._clocks.move(before, rank)
         if before.gpu is not rank.gpu:
             kinds = ([] if gpu is None else [gpu.kind] for gpu in (before.gpu, rank.gpu))
@@ -442,7 +447,8 @@ class RankTable:
             counted._put(rank)
         assert self.usable_clocks_mhz() == counted.usable_clocks_mhz()
         assert self.gpu_kinds() == counted.gpu_kinds()
-        assert self._capped == {rank.coordinates for rank in self if rank.capped_clock_mhz}
+        assert self.capped == {rank.coordinates for rank in self if rank.capped_clock_mhz}
+        assert self.foreign == {rank.coordinates for rank in self if rank.foreign_clock}
         absent = [
             rank.coordinates for rank in self if rank.state not in (RankState.CONNECTED, RankState.FINISHED)
         ]

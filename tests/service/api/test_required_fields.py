@@ -181,7 +181,7 @@ def messages(descriptor: Any) -> Iterator[Any]:
 
 
 def said(agent: FakeAgent) -> list[ConnectRequest]:
-    """Valid messages of an agent, of every kind but Hello."""
+    """Valid messages of an agent, of every kind but Hello, and Heartbeat, which requires nothing."""
     place, reason = agent.place(ALL_PLACES[0]), rank_pb2.PLAN_REFUSAL_REASON_PAST_START
     refusal = agent_service_pb2.PlanAnswer(
         job_id="job",
@@ -193,7 +193,8 @@ def said(agent: FakeAgent) -> list[ConnectRequest]:
         iteration=0,
     )
     in_force = agent_service_pb2.PlanInForce(job_id="job", rank=place, epoch="e", version=1, iteration=1)
-    found = [*output(agent), ConnectRequest(plan_answer=refusal), ConnectRequest(plan_in_force=in_force)]
+    found = [each for each in output(agent) if not each.HasField("heartbeat")]
+    found += [ConnectRequest(plan_answer=refusal), ConnectRequest(plan_in_force=in_force)]
     for each in found:
         if each.HasField("plan_answer"):
             each.plan_answer.refusal_reason = reason  # which a refusal must have

@@ -55,6 +55,9 @@ class JobRecord:
         earlier_profiling_cost: the cost of profiling before it was renewed last.
         stock_reason: why it is back at stock; None in another state.
         fall_back_count: how often it went back to stock in a row for a reason after which it is tried again.
+        fall_back_time_s: when it did so last.
+        disturbed_time_s: since when the stock baseline waits for a disturbance to end; None once measured.
+        overhead_s: the part of a measured iteration that the latest frontier left out; 0 before that.
     """
 
     policy: OperatingPolicy
@@ -77,6 +80,9 @@ class JobRecord:
     earlier_profiling_cost: ProfilingCost = field(default_factory=ProfilingCost)
     stock_reason: StockReason | None = None
     fall_back_count: int = 0
+    fall_back_time_s: float = 0.0
+    disturbed_time_s: float | None = None
+    overhead_s: float = 0.0
 
     @property
     def has_finished(self) -> bool:

@@ -16,11 +16,11 @@ from perseus.service.domain.model import HoldClocks, JobState
 from perseus.service.domain.records import IterationRows
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.stall import StockReason
-from perseus.service.domain.telemetry import IterationColumns, TelemetryBatch
+from perseus.service.domain.telemetry import ForeignClock, IterationColumns, TelemetryBatch
 from perseus.service.job.lifecycle import Lifecycle
 from perseus.service.job.planning.caps import Cap
 from perseus.service.job.planning.drift import changed_work
-from perseus.service.job.planning.plan_watch import MAX_SUSPECTED
+from perseus.service.job.planning.plan_watch import FORGIVING_ITERATIONS, MAX_SUSPECTED
 from perseus.service.job.ranks.rank_table import AHEAD_LIMIT
 from perseus.service.job.retry_delay import RetryDelay
 from perseus.service.job.run import Run
@@ -33,6 +33,9 @@ _UNHEARD_COUNT = 10_000
 _FASTER = 2.0
 """Iterations may get this much faster at once."""
 
+_CONFIRMING_ITERATIONS = 200
+"""Iterations under plans in which a wrong baseline would have shown."""
+
 
 class IterationJudge:
     """Takes the iterations that ranks report."""
@@ -42,8 +45,10 @@ class IterationJudge:
         self._lifecycle = lifecycle
         # When the latest iteration of the whole job was complete.
         self._complete_s = run.now_s
-        # Between two baselines that iterations refuted.
-        self._refutation_delay = RetryDelay()
+        # Between two baselines that are measured because iterations are faster.
+        self._baseline_delay = RetryDelay()
+        # The pipelines whose capped clocks are tried again, until the baseline for that is measured.
+        self._retried: set[int] = set()
 
     def check_far(self, batch: TelemetryBatch) -> TelemetryBatch:
         """Check a rank's batch with iterations where it can't be beside the others' reports.
@@ -116,7 +121,7 @@ class IterationJudge:
             if run.record.state is JobState.PROFILING:
                 self._note_profiled(iteration, judgement.slowed, gap_s, is_comparable=is_comparable)
             elif run.record.state is JobState.PLANNED:
-                if is_comparable and not (is_free and self._refute_baseline()):
+                if is_comparable and not (is_free and self._judge_baseline()):
                     self._watch_plans(iteration)
                 if is_free:
                     self._watch_gpus()
@@ -136,32 +141,49 @@ class IterationJudge:
     def _measure_baseline(self, iterations: Sequence[JobIteration], slowed: Collection[int]) -> None:
         run = self._run
         cause = self._disturbance(slowed)
-        is_waiting = cause is not None and run.baseline.disturb(run.now_s)
+        is_waiting = cause is not None and run.baseline.disturb(cause, run.wall_time_s)
         spoilt = run.log.mark_disturbance(is_disturbed=is_waiting)
         if spoilt is not None:
             run.buffer.store(spoilt)
-        if is_waiting:
-            run.record.state_reason = f"the stock baseline is measured once this has passed: {cause}"
-        else:
+        if not is_waiting:
             is_doubtful = cause is None and bool(run.stragglers.suspects)
             run.baseline.take(iterations, run.offers.versions, MAX_SUSPECTED if is_doubtful else 0)
+        if run.baseline.time_s:
+            self._retried.clear()
 
     def _disturbance(self, slowed: Collection[int]) -> str | None:
         """Say what slows the job at stock and may pass; None if nothing is known to.
 
-        GPUs that can do without their clocks are slow at stock, too. `slowed`: the pipelines with a GPU that
-        reports that it was slowed.
+        GPUs that can do without their clocks are slow at stock, too, also while these are tried again.
+        `slowed`: the pipelines with a GPU that reports that it was slowed.
         """
         run = self._run
         if run.ranks.foreign:
             return f"another client of the driver holds the clock of {min(run.ranks.foreign, key=astuple)}"
-        slow = {*run.stragglers.pipelines, *slowed} - {place.pipeline for place in run.ranks.capped}
+        capped = {place.pipeline for place in run.ranks.capped}
+        slow = {*run.stragglers.pipelines, *slowed} - capped - self._retried
         return f"pipeline {min(slow)} is slow" if slow else None
 
-    def _refute_baseline(self) -> bool:
+    def take_foreign_clock(self, rank: Coordinates, clock: ForeignClock | None) -> bool:
+        """Take the clock at which another client holds a rank's GPU; return whether that has changed.
+
+        It takes some seconds to show. If it held the GPU at stock and the job is profiled already, it did so
+        while stock was measured.
+        """
+        run = self._run
+        was_free = run.ranks[rank].foreign_clock is None
+        if not run.ranks.note_foreign_clock(rank, clock):
+            return False
+        was_at_stock = was_free and clock is not None and not clock.wanted_mhz
+        if was_at_stock and run.record.state is JobState.PROFILING:
+            self._refute_baseline(f"another client of the driver held the clock of {rank} at stock")
+        return True
+
+    def _judge_baseline(self) -> bool:
         """Measure stock again if plans are surely faster, as no clock is faster than stock.
 
-        Return whether they are. Nothing is compared with the wrong baseline any more.
+        Return whether they are. If plans were not at first, the work has become lighter since. Else the
+        baseline was wrong.
         """
         run = self._run
         period, saving = run.log.latest_period() or (None, None)
@@ -174,21 +196,34 @@ class IterationJudge:
         ):
             return False
         tolerance_percent = max(100 * run.rules.guard_tolerance, saving.slowdown_margin_percent)
-        delay = self._refutation_delay
         if saving.slowdown_percent >= -tolerance_percent:
+            if period.iteration_count >= _CONFIRMING_ITERATIONS:
+                run.baseline.is_confirmed = True
+            if period.iteration_count >= FORGIVING_ITERATIONS:
+                self._baseline_delay = RetryDelay()
             return False
+        delay = self._baseline_delay
         if delay.until_s is not None and not delay.is_over(run.now_s):
             return False
         delay.begin(run.now_s)
+        faster = f"{-saving.slowdown_percent:.1f} ± {saving.slowdown_margin_percent:.1f} % faster"
+        if run.baseline.is_confirmed:
+            run.baseline.forget()
+            why = f"iterations have become {faster} than stock was: the work is lighter"
+            self._lifecycle.enter(JobState.BASELINE, why)
+        else:
+            self._refute_baseline(f"iterations are {faster} than the stock baseline, so that is wrong")
+        return True
+
+    def _refute_baseline(self, why: str) -> None:
+        """Compare nothing with the wrong baseline any more, and measure stock again."""
+        run = self._run
         run.buffer.store(wrong := run.log.refute_baseline())
         run.buffer.store(run.meter.refute(wrong))
         run.baseline.forget()
         self._lifecycle.enter(
-            JobState.BASELINE,
-            f"iterations are {-saving.slowdown_percent:.1f} ± {saving.slowdown_margin_percent:.1f} % faster "
-            "than the stock baseline, so that is wrong: it is measured again, and compared with no more",
+            JobState.BASELINE, f"{why}: it is measured again, and nothing is compared with it any more"
         )
-        return True
 
     def _note_profiled(
         self, iteration: JobIteration, slowed: Collection[int], gap_s: float, *, is_comparable: bool
@@ -283,7 +318,9 @@ class IterationJudge:
         run = self._run
         if run.record.state is not JobState.PLANNED:
             return
+        retried = {place.pipeline for place in run.ranks.capped}
         if run.caps.is_over(run.now_s) and run.ranks.lift_caps():
+            self._retried = retried
             self._lifecycle.measure_again("clocks that GPUs did not reach are tried again")
         elif run.planner.is_outdated:
             self._lifecycle.solve()

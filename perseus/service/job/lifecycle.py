@@ -111,7 +111,7 @@ class Lifecycle:
         """Discard all measurements: they belong to other work, or to other GPUs."""
         run = self._run
         run.planner.drop_frontier()
-        self._record.lag_s = 0.0
+        self._record.lag_s = self._record.overhead_s = 0.0
         self._record.is_profile_complete = False
         run.profiler.forget()
         run.baseline.forget()
@@ -253,13 +253,16 @@ class Lifecycle:
         if self._record.state not in (JobState.STOCK, JobState.FINISHED):
             if reason in RETRIED:
                 self._record.fall_back_count += 1
+                self._record.fall_back_time_s = self._run.wall_time_s
                 why = f"{why}; it is tried again after {self._delay_retry() / 60:.0f} min at stock"
             self.enter(JobState.STOCK, why)
             self._record.stock_reason = reason
 
     def _delay_retry(self) -> float:
+        run = self._run
         self._retry_delay.failure_count = max(0, self._record.fall_back_count - 1)
-        return self._retry_delay.begin(self._run.now_s)
+        passed_s = max(0.0, run.wall_time_s - self._record.fall_back_time_s)
+        return self._retry_delay.begin(run.now_s - passed_s)
 
     def retry_when_due(self) -> None:
         """Try again, if the job has been at stock for long enough after a disturbance.

@@ -359,7 +359,7 @@ class JobMachine:
             has_effect = True
             self._lifecycle.check_work(f"{place} has a GPU under other limits")
         if numbers:
-            self.run.ranks.note_foreign_clock(place, batch.foreign_clock)
+            has_effect |= self._judge.take_foreign_clock(place, batch.foreign_clock)
         self.run.stragglers.take_telemetry(place, batch, is_plain=is_plain)
         if batch.iterations.iteration:
             has_effect |= self._judge.take_iterations(place, batch.iterations)

@@ -16,14 +16,9 @@ class RetryDelay:
         self.failure_count = 0
         self.until_s: float | None = None
 
-    @property
-    def delay_s(self) -> float:
-        """How long the next wait takes."""
-        return min(INITIAL_DELAY_S * 2.0 ** min(self.failure_count, 8), MAX_DELAY_S)
-
     def begin(self, now_s: float) -> float:
         """Take a failure; return how long to wait from now on."""
-        delay_s = self.delay_s
+        delay_s = min(INITIAL_DELAY_S * 2.0 ** min(self.failure_count, 8), MAX_DELAY_S)
         self.failure_count += 1
         self.until_s = now_s + delay_s
         return delay_s

@@ -41,7 +41,9 @@ def job(run: Run, *, is_full: bool) -> job_pb2.Job:
     """Return the job. Unless `is_full`, it costs no work over the job's ranks or pipelines."""
     record, planner, frontier = run.record, run.planner, run.planner.frontier
     shown = _of_record(run, record, run.rules, run.epoch, run.ranks.counts, run.buffer.sequence)
-    shown.state_reason = _state_reason(record, run.progress.stall, planner.missed_policy)
+    missed = planner.missed_policy if record.state is JobState.PLANNED else ""
+    waits = f"stock is measured once this has passed: {cause}" if (cause := run.baseline.waits_for) else ""
+    shown.state_reason = _state_reason(record, run.progress.stall, missed, waits)
     if run.max_clock_enforcer.why_waiting(record.state) is not None:
         shown.next_step = MAX_CLOCK_STEP
     elif run.progress.stall is not None:
@@ -58,6 +60,7 @@ def job(run: Run, *, is_full: bool) -> job_pb2.Job:
     if frontier is not None:
         shown.t_min_s, shown.t_star_s, shown.t_slow_s = frontier.t_min_s, frontier.t_star_s, frontier.t_slow_s
         shown.latency_cost_percent = frontier.points[0].latency_cost_percent
+    if frontier is not None or record.overhead_s:
         shown.iteration_overhead_s = planner.overhead_s
     if (found := planner.no_slowdown) is not None:
         shown.no_slowdown_time.iteration_time_s = found.time_s
@@ -165,9 +168,9 @@ def _of_record(
     return shown
 
 
-def _state_reason(record: JobRecord, stall: Stall | None, missed_policy: str = "") -> str:
-    """Return why a job is in its state, how its plans miss the policy, and why it makes no progress."""
-    parts = [record.state_reason, missed_policy if record.state is JobState.PLANNED else ""]
+def _state_reason(record: JobRecord, stall: Stall | None, *more: str) -> str:
+    """Return why a job is in its state, more about that, and why it makes no progress there."""
+    parts = [record.state_reason, *more]
     if stall is not None:
         since = time_to_proto(math.floor(stall.since_time_s)).ToJsonString()
         parts.append(f"{stall}, since {since}")

@@ -6,6 +6,7 @@ import pytest
 
 from perseus.service.domain.commands import Store
 from perseus.service.domain.inputs import (
+    AgentLeft,
     BaselineRequested,
     ResumeRequested,
     StragglerCleared,
@@ -14,7 +15,9 @@ from perseus.service.domain.inputs import (
 from perseus.service.domain.ledger import UncomparedHours
 from perseus.service.domain.messages import NUMBERS
 from perseus.service.domain.model import JobState, Straggler
+from perseus.service.domain.records import JobRecord
 from perseus.service.domain.stall import UNATTENDED_FALL_BACKS, StockReason, needs_person, next_step
+from perseus.service.job import iteration_judge
 from perseus.service.job.iterations.baseline import MAX_WAIT_S
 from perseus.service.job.iterations.iteration_log import report
 from perseus.service.job.planning import plan_watch
@@ -23,7 +26,7 @@ from perseus.service.job.retry_delay import INITIAL_DELAY_S, RetryDelay
 from perseus.v1 import event_pb2
 from tests.service.job.stragglers.straggler_cluster import TimedCluster
 from tests.service.job.truthful_cluster import TruthfulCluster
-from tests.service.service_fakes import Cluster, make_spec
+from tests.service.service_fakes import CLOCKS_MHZ, Cluster, make_spec
 
 BLOCK = 40
 
@@ -89,6 +92,55 @@ def test_a_disturbance_that_lasts_belongs_to_the_job() -> None:
     cluster.expect(JobState.BASELINE)
     cluster.now_s += MAX_WAIT_S
     cluster.run_until(JobState.PROFILING)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_lost_ranks_and_restarts_do_not_lengthen_the_wait(*, is_restarted: bool) -> None:
+    cluster = TimedCluster(make_spec(pipelines=4))
+    cluster.join_all()
+    heat(cluster)
+    for _ in range(2):
+        cluster.run(BLOCK)
+        cluster.expect(JobState.BASELINE)
+        if is_restarted:
+            cluster.restart()
+        else:
+            cluster.send(AgentLeft(next(iter(cluster.ranks.values())).instance_id))
+        cluster.now_s += MAX_WAIT_S / 2
+        cluster.join_all()
+    cluster.run_until(JobState.PROFILING)
+
+
+def test_heat_that_moves_changes_no_record_and_is_no_longer_shown_once_it_has_passed() -> None:
+    cluster = TimedCluster(make_spec(pipelines=4))
+    cluster.join_all()
+    heat(cluster)
+    cluster.slowdowns[0] = 1.0
+    cluster.run(1)
+    before = len(cluster.history)
+    for pipeline in (1, 2, 3, 0):
+        cluster.clock_event_reasons = [0x20 if each == pipeline else 0 for each in range(4)]
+        cluster.run(1)
+        assert f"pipeline {pipeline} is slow" in cluster.job().state_reason
+    records = [command.record for command in cluster.history[before:] if isinstance(command, Store)]
+    assert not any(isinstance(record, JobRecord) for record in records)
+    end(cluster)
+    cluster.run(1)
+    assert "once this has passed" not in cluster.job().state_reason
+
+
+def test_a_gpu_that_stays_hot_is_not_waited_for_when_its_clocks_are_tried_again() -> None:
+    cluster = TruthfulCluster()
+    place = next(iter(cluster.ranks))
+    cluster.plan()
+    cluster.run(BLOCK)
+    cluster.caps_mhz, cluster.capping_reasons = {place: CLOCKS_MHZ[2]}, 0x20
+    cluster.run_until(JobState.BASELINE)
+    cluster.run_until(JobState.PLANNED)
+    cluster.now_s += INITIAL_DELAY_S
+    cluster.run_until(JobState.BASELINE)
+    assert "tried again" in cluster.job().state_reason
+    cluster.run_until(JobState.PLANNED)
 
 
 def test_a_suspect_delays_the_baseline_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +225,21 @@ def test_baselines_are_not_refuted_in_a_loop() -> None:
     cluster.expect(JobState.PLANNED)
 
 
+def test_lighter_work_asks_for_a_new_baseline_and_leaves_what_the_old_one_has_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(iteration_judge, "_CONFIRMING_ITERATIONS", BLOCK)
+    cluster = TruthfulCluster().plan()
+    cluster.run(BLOCK + 10)
+    cluster.work = lambda _stage: 0.95
+    before, earlier_s = len(states(cluster)), baseline_s(cluster)
+    cluster.run(2 * BLOCK)
+    assert "the work is lighter" in cluster.announced(event_pb2.StateChanged)[before].reason
+    cluster.run_until(JobState.PLANNED)
+    assert baseline_s(cluster) < 0.98 * earlier_s
+    assert not any(period.is_wrong for period in cluster.machine.run.log.periods)
+
+
 def test_iterations_within_the_tolerance_refute_nothing() -> None:
     cluster = TruthfulCluster().plan()
     cluster.work = lambda _stage: 0.995
@@ -205,31 +272,22 @@ def test_a_job_is_tried_again_by_itself(*, is_restarted: bool) -> None:
     cluster.run(1)
     cluster.expect(JobState.BASELINE)
     cluster.run_until(JobState.PLANNED)
+    fall_back(cluster)
+    assert "after 60 min" in cluster.job().state_reason
+    cluster.send(ResumeRequested())
+    assert cluster.machine.record.fall_back_count == 0
 
 
-@pytest.mark.slow("a job falls back to stock eight times")
-def test_each_failed_try_doubles_the_wait_and_only_after_a_day_a_person_is_asked() -> None:
+def test_restarts_do_not_lengthen_the_wait_for_another_try() -> None:
     cluster = TruthfulCluster().plan()
-    waited_s: list[float] = []
-    for _ in range(UNATTENDED_FALL_BACKS + 1):
-        fall_back(cluster)
-        since_s = cluster.now_s
+    fall_back(cluster)
+    for _ in range(3):
+        cluster.now_s += INITIAL_DELAY_S / 3
+        cluster.expect(JobState.STOCK)
         cluster.restart()
         cluster.join_all()
-        asks = "tries have failed for a day" in cluster.job().next_step
-        assert asks == (sum(waited_s) >= 24 * 3600)
-        while cluster.machine.record.state is JobState.STOCK and not asks:
-            cluster.now_s += INITIAL_DELAY_S
-            cluster.run(1)
-        waited_s.append(cluster.now_s - since_s)
-        if not asks:
-            cluster.run_until(JobState.PLANNED)
-            cluster.run(4)
-    assert cluster.machine.record.fall_back_count == UNATTENDED_FALL_BACKS + 1
-    cluster.expect(JobState.STOCK)
-    cluster.send(ResumeRequested())
+        cluster.run(1)
     cluster.run_until(JobState.PLANNED)
-    assert cluster.machine.record.fall_back_count == 0
 
 
 def test_a_plan_that_holds_ends_the_count_of_failed_tries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +305,7 @@ def test_a_plan_that_holds_ends_the_count_of_failed_tries(monkeypatch: pytest.Mo
 
 def test_violated_predictions_are_tried_again_too_and_other_reasons_are_not() -> None:
     assert not needs_person(StockReason.PREDICTIONS_VIOLATED, 1)
+    assert needs_person(StockReason.UNEXPLAINED, UNATTENDED_FALL_BACKS + 1)
     assert needs_person(StockReason.NO_FRONTIER, 0)
     assert needs_person(None, 0)
     for reason in (StockReason.PREDICTIONS_VIOLATED, StockReason.UNEXPLAINED):

@@ -1,10 +1,6 @@
 """A GPU whose clock another client of the driver holds, as its agent reports it."""
 
-from collections.abc import Callable
-
-import pytest
-
-from perseus.service.domain.inputs import BaselineRequested, TelemetryArrived
+from perseus.service.domain.inputs import AgentLeft, BaselineRequested, TelemetryArrived
 from perseus.service.domain.model import JobState, Rank
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import ForeignClock
@@ -47,7 +43,7 @@ def test_it_is_announced_once_when_it_begins_and_when_it_ends() -> None:
     assert messages(cluster) == [
         f"{RANK}: {gpu.uuid} runs at 705 MHz, wanted 1200 MHz: another client of the driver holds it",
         f"{RANK}: {gpu.uuid} runs at 705 MHz, wanted stock: another client of the driver holds it",
-        f"{RANK}: no other client of the driver holds the clock of {gpu.uuid} any more",
+        f"{RANK}: no other client of the driver is known to hold the clock of {gpu.uuid} any more",
     ]
     first, _, last = cluster.announced(event_pb2.ForeignClockChanged)
     assert (first.gpu_uuid, first.foreign_clock.clock_mhz, first.foreign_clock.wanted_clock_mhz) == (
@@ -79,13 +75,27 @@ def test_it_outlasts_a_restart_without_another_event() -> None:
     assert len(messages(cluster)) == count
 
 
-@pytest.mark.parametrize("leave", ["lose", "finish"])
-def test_a_rank_that_has_ended_has_none(leave: str) -> None:
+def test_it_ends_with_the_rank() -> None:
     cluster = with_foreign_clock()
-    ranks = cluster.machine.run.ranks
-    end: Callable[..., None] = getattr(ranks, leave)
-    end(RANK, "for the test", *([cluster.now_s] if leave == "lose" else []))
+    cluster.send(AgentLeft(cluster.ranks[RANK].instance_id))
     assert rank_of(cluster).foreign_clock is None
+    assert messages(cluster)[-1].endswith("any more")
+
+
+def test_one_that_shows_only_after_the_baseline_held_the_gpu_meanwhile() -> None:
+    cluster = TruthfulCluster()
+    cluster.join_all()
+    cluster.run_until(JobState.PROFILING)
+    cluster.ranks[RANK].foreign_clock = ForeignClock(705, 0)
+    cluster.run(3)
+    cluster.expect(JobState.BASELINE)
+    log = cluster.machine.run.log
+    assert log.latest_baseline is not None
+    assert log.latest_baseline.is_wrong
+    cluster.ranks[RANK].foreign_clock = None
+    cluster.run_until(JobState.PLANNED)
+    assert log.latest_baseline is not None
+    assert not log.latest_baseline.is_wrong
 
 
 def test_no_stock_baseline_is_measured_meanwhile() -> None:
@@ -94,6 +104,6 @@ def test_no_stock_baseline_is_measured_meanwhile() -> None:
     cluster.run(100)
     cluster.expect(JobState.BASELINE)
     reason = f"another client of the driver holds the clock of {RANK}"
-    assert cluster.job().state_reason == f"the stock baseline is measured once this has passed: {reason}"
+    assert cluster.job().state_reason.endswith(f"; stock is measured once this has passed: {reason}")
     cluster.ranks[RANK].foreign_clock = None
     cluster.run_until(JobState.PLANNED)

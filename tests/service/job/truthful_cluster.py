@@ -28,7 +28,7 @@ class TruthfulCluster(Cluster):
     """Iterations take as long as their computations and transfers; agents keep estimating under plans.
 
     `work`: by stage, the factor by which the work has grown since the beginning, at every clock. `caps_mhz`:
-    by rank, the highest clock that its GPU reaches, whatever is set.
+    by rank, the highest clock that its GPU reaches, whatever is set, for `capping_reasons`.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class TruthfulCluster(Cluster):
         self.lag_s = lag_s
         self.work: Callable[[int], float] = lambda _stage: 1.0
         self.caps_mhz: dict[Coordinates, int] = {}
+        self.capping_reasons = 0x4
         self._reports_timelines = reports_timelines
         # By rank: the version of its clocks, and how much work there was in each iteration since.
         self._worked: dict[Coordinates, tuple[int, list[float]]] = {}
@@ -59,7 +60,7 @@ class TruthfulCluster(Cluster):
             for rank in self.ranks.values():
                 clocks = rank.in_force.clocks
                 rank.capped_mhz = self.caps_mhz.get(rank.place, 0)
-                rank.reasons = 0x4 if rank.capped_mhz else 0
+                rank.reasons = self.capping_reasons if rank.capped_mhz else 0
                 version, worked = self._worked.get(rank.place, (-1, []))
                 if version != rank.in_force.version:
                     worked = []

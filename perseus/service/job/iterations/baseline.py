@@ -7,20 +7,26 @@ from statistics import median
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import StockIteration
 from perseus.service.domain.records import JobRecord
-from perseus.service.job.retry_delay import INITIAL_DELAY_S
+from perseus.service.job.retry_delay import INITIAL_DELAY_S, MAX_DELAY_S
 
 MAX_WAIT_S = INITIAL_DELAY_S
 """How long a baseline waits for the end of a disturbance."""
 
 
 class Baseline:
-    """Measures a few iterations at stock."""
+    """Measures a few iterations at stock.
+
+    Attributes:
+        is_confirmed: whether plans were no faster for a while, so that it was right.
+        waits_for: what disturbs stock now and is waited for, for people; empty if nothing is.
+    """
 
     def __init__(self, record: JobRecord, iteration_count: int) -> None:
         self._record = record
         self._iteration_count = iteration_count
         self._seen: list[StockIteration] = []
-        self._disturbed_since_s: float | None = None
+        self.is_confirmed = False
+        self.waits_for = ""
 
     @property
     def iteration(self) -> StockIteration | None:
@@ -35,23 +41,27 @@ class Baseline:
     def restart(self) -> None:
         """Discard an unfinished measurement; a finished one is kept."""
         self._seen.clear()
-        self._disturbed_since_s = None
+        self.waits_for = ""
 
     def forget(self) -> None:
         """Discard the baseline so that it is measured again."""
         self._record.baseline = None
+        self.is_confirmed = False
         self.restart()
 
-    def disturb(self, now_s: float) -> bool:
+    def disturb(self, cause: str, wall_time_s: float) -> bool:
         """Discard what was measured so far, as something slows the job; return whether to wait for its end.
 
-        What lasts for `MAX_WAIT_S` belongs to the job: its stock is no faster.
+        A baseline waits for `MAX_WAIT_S` in all, over lost ranks and restarts: what lasts belongs to the job.
         """
-        if self._disturbed_since_s is None:
-            self._disturbed_since_s = now_s
-        if now_s >= self._disturbed_since_s + MAX_WAIT_S:
+        since_s = self._record.disturbed_time_s
+        if since_s is None or not 0 <= wall_time_s - since_s < MAX_DELAY_S:
+            since_s = self._record.disturbed_time_s = wall_time_s
+        if wall_time_s >= since_s + MAX_WAIT_S:
+            self.waits_for = ""
             return False
         self._seen.clear()
+        self.waits_for = cause
         return True
 
     def take(self, iterations: Iterable[JobIteration], wanted: tuple[int, ...], more_count: int = 0) -> None:
@@ -60,6 +70,7 @@ class Baseline:
         It may have begun under other clocks. They count once `more_count` have followed: while it is
         doubtful whether they are stock's usual ones, that may show.
         """
+        self.waits_for = ""
         self._seen.extend(
             StockIteration(
                 iteration.iteration_time_s, math.fsum(iteration.pipeline_energy_j), iteration.gap_time_s
@@ -68,6 +79,7 @@ class Baseline:
             if iteration.is_regular and iteration.versions == wanted
         )
         if len(self._seen) > self._iteration_count + more_count:
+            self._record.disturbed_time_s = None
             measured = self._seen[1 : self._iteration_count + 1]
             self._record.baseline = StockIteration(
                 math.fsum(each.time_s for each in measured) / len(measured),

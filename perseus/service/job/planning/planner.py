@@ -139,6 +139,7 @@ class Planner:
         self._exact.forget()
         self._remember_plans(frontier)
         self._record.lag_s = common_lag_s(frontier.pipeline)
+        self._record.overhead_s = self.overhead_s
         margin = frontier.margin
         self._buffer.announce(
             event_pb2.JOB_EVENT_TYPE_SOLVED,
@@ -224,8 +225,10 @@ class Planner:
 
     @property
     def overhead_s(self) -> float:
-        """The part of a measured iteration that the frontier leaves out; 0 without a frontier."""
-        return overhead_s(self.frontier, self._baseline.time_s) if self.frontier else 0.0
+        """The part of a measured iteration that the frontier, or the latest one, leaves out; 0 before."""
+        if self.frontier is None or not self._baseline.time_s:
+            return self._record.overhead_s
+        return overhead_s(self.frontier, self._baseline.time_s)
 
     @property
     def missed_policy(self) -> str:

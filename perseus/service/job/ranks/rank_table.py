@@ -199,13 +199,18 @@ class RankTable:
         )
         return True
 
-    def note_foreign_clock(self, place: Coordinates, clock: ForeignClock | None) -> None:
-        """Record and announce that another client holds the clock of a rank's GPU, or no longer does."""
+    def note_foreign_clock(self, place: Coordinates, clock: ForeignClock | None) -> bool:
+        """Record and announce that another client holds the clock of a rank's GPU, or is not known to.
+
+        Return whether that is news.
+        """
         rank = self._ranks[place]
         if rank.gpu is None or clock == rank.foreign_clock:
-            return
+            return False
         self.change(replace(rank, foreign_clock=clock))
-        message = f"{place}: no other client of the driver holds the clock of {rank.gpu.uuid} any more"
+        message = (
+            f"{place}: no other client of the driver is known to hold the clock of {rank.gpu.uuid} any more"
+        )
         if clock is not None:
             wanted = f"{clock.wanted_mhz} MHz" if clock.wanted_mhz else "stock"
             message = (
@@ -221,6 +226,7 @@ class RankTable:
                 foreign_clock=foreign_clock_to_proto(clock),
             ),
         )
+        return True
 
     def leave_at_stock(self, place: Coordinates, reason: RefusalReason) -> str:
         """Record that a rank can have no clock but stock; return that as part of a sentence."""
@@ -249,6 +255,7 @@ class RankTable:
         self._after_sequence[event.rank] = event.after_sequence
         if rank.instance_id != event.instance_id:
             # Another agent may be able to set these clocks.
+            self.note_foreign_clock(event.rank, None)
             rank = replace(
                 rank, refused_clocks_mhz=(), is_stock_only=False, capped_clock_mhz=0, foreign_clock=None
             )
@@ -307,23 +314,17 @@ class RankTable:
 
     def lose(self, place: Coordinates, why: str, now_s: float) -> None:
         """Record that a rank is lost; its GPU is at stock, or will be when the lease runs out."""
-        self.change(
-            replace(
-                self._ranks[place], state=RankState.LOST, in_force_version=NO_VERSION, foreign_clock=None
-            ),
-            why,
-        )
+        self._end(place, RankState.LOST, why)
         self.missing.miss(place, now_s)
 
     def finish(self, place: Coordinates, why: str) -> None:
         """Record that a rank's trainer is done; its GPU is at stock."""
-        self.change(
-            replace(
-                self._ranks[place], state=RankState.FINISHED, in_force_version=NO_VERSION, foreign_clock=None
-            ),
-            why,
-        )
+        self._end(place, RankState.FINISHED, why)
         self.missing.find(place)
+
+    def _end(self, place: Coordinates, state: RankState, why: str) -> None:
+        self.note_foreign_clock(place, None)
+        self.change(replace(self._ranks[place], state=state, in_force_version=NO_VERSION), why)
 
     def note_iteration(self, place: Coordinates, iteration: int, clock_event_reasons: int = 0) -> None:
         """Record a rank's iteration and clock event reasons; a lower iteration only if it was too far ahead.

@@ -157,6 +157,12 @@ def test_the_overhead_of_iterations_turns_planned_times_into_measured_ones() -> 
     assert planned_s == pytest.approx(job.figures.predicted_iteration_time_s)
     stock_s = job.no_slowdown_time.iteration_time_s + job.iteration_overhead_s
     assert stock_s == pytest.approx(job.baseline.iteration_time_s)
+    cluster.restart_with(lambda _commands: None)
+    cluster.join_all()
+    cluster.iterate(3)
+    restarted = cluster.job()
+    assert restarted.t_min_s == 0, "not solved yet"
+    assert restarted.iteration_overhead_s == job.iteration_overhead_s
 
 
 def test_the_registered_policy_stays_beside_the_one_in_force() -> None:

@@ -8,7 +8,7 @@ import pytest
 if find_spec("torch") is None:
     pytest.skip("torch is not installed; `make test-frameworks` has it", allow_module_level=True)
 
-from perseus.demo.example import judge_script, show
+from perseus.demo.example import show
 from tests.frameworks.punctual import descendants, make_punctual
 
 pytestmark = pytest.mark.slow("trains for real, with the framework")
@@ -49,7 +49,6 @@ async def test_an_example_shows_its_plan_s_saving(
 
     outcome = await show(EXAMPLES / name / "train.py", tmp_path, send)
     assert registered in output
-    assert judge_script(outcome) == []
     plan = outcome.measurements.phase("plan")
     assert plan.saving_percent > least_saving_percent
     assert plan.slowdown_percent < most_slowdown_percent

@@ -88,7 +88,8 @@ async def test_every_page_shows_all_jobs_and_leads_to_who_serves_them(tmp_path: 
                 async with session.get(f"{page_of}/jobs/{JOBS[0]}", allow_redirects=False) as answer:
                     assert (answer.status, answer.headers["Location"]) == (302, place)
             refused = await ask(session, "POST", f"{second}/api/JobService/GetJob", {"job_id": JOBS[0]})
-            assert refused.json["metadata"] == {"address": "c0:1", "slot": "0", "page_url": first}
+            holder = {"address": "c0:1", "slot": "0", "page_url": first, "job_id": JOBS[0]}
+            assert refused.json["metadata"] == holder
 
 
 async def test_jobs_that_nobody_serves_are_shown_as_they_are_stored(tmp_path: Path) -> None:

@@ -139,10 +139,10 @@ class ClockWorker:
     def set_again(self) -> None:
         """Set the clock that was set last once more, unless that was a reset; returns at once.
 
-        Without effect while another set is in progress or pending.
+        Without effect while another set is in progress, pending or scheduled.
         """
         with self._changed:
-            waiting = (self._desired, self._retried, self._suspended, self._begun_at_s)
+            waiting = (self._desired, self._scheduled, self._retried, self._suspended, self._begun_at_s)
             if self._is_leased and not self._closing and all(each is None for each in waiting):
                 assert self._followed is not None  # it is leased
                 self._in_force_mhz = _UNKNOWN_MHZ

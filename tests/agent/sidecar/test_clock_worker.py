@@ -57,21 +57,25 @@ def test_without_the_effective_clock_the_calls_return_counts(effective_mhz: int 
     assert results[0].in_force_at_s - results[0].begun_at_s < 0.003
 
 
-def test_a_clock_is_set_again_although_it_was_set_and_keeps_the_schedule_but_stock_is_not() -> None:
+def test_a_clock_is_set_again_although_it_was_set_unless_another_is_scheduled_or_it_is_stock() -> None:
     gpu = FakeGpu()
     gpu.effective_mhz = repeat(1200)
     results: queue.Queue[ClockResult] = queue.Queue()
     worker = ClockWorker(gpu, results.put)
     worker.request(1200)
     results.get(timeout=10)
-    worker.schedule(1000, time.monotonic() + 1000)
     worker.set_again()
     results.get(timeout=10)
+    worker.schedule(1000, time.monotonic() + 1000)
+    worker.set_again()
+    worker.close()
+    worker.set_again()
+    assert gpu.sets == [1200, 1200]
+    worker = ClockWorker(gpu, results.put)
     worker.request(STOCK)
     results.get(timeout=10)
     worker.set_again()
     worker.close()
-    worker.set_again()
     assert gpu.sets == [1200, 1200, None]
 
 

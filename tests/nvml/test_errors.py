@@ -269,15 +269,6 @@ async def test_a_counter_that_stands_still_while_training_runs(
         await one.train_under("property frozen_counter 1", "NOT_SUPPORTED")
 
 
-async def test_a_counter_of_the_whole_module_while_training_runs(
-    tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(counter_poller, "_SCOPE_INTERVALS_S", (0.001, 0.005))
-    monkeypatch.setattr(counter_poller, "_SCOPE_WINDOW_S", 0.5)
-    async with site(tmp_path, stub) as one:
-        await one.train_under("property module_power_w 200", "NOT_SUPPORTED")
-
-
 @pytest.mark.parametrize("function", ["nvmlDeviceResetGpuLockedClocks", "nvmlShutdown"])
 async def test_an_error_when_a_gpu_is_closed(tmp_path: Path, stub: Path, function: str) -> None:
     async with site(tmp_path, stub) as one:

@@ -4,7 +4,6 @@ The same thread occasionally reads the GPU's limits that others have set (power 
 profiles). It never sets them.
 """
 
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import TypeVar
 
 import structlog
 
-from perseus.agent.energy.counter import ChangeDetector, CounterChange, PowerSample, disagreement
+from perseus.agent.energy.counter import ChangeDetector, CounterChange
 from perseus.agent.gpu import ClockEventReason, Gpu, GpuError, GpuUnsupportedError, is_transient
 from perseus.agent.rank.messages import GpuLimits
 from perseus.agent.sidecar.clock_worker import driver_retry
@@ -26,9 +25,6 @@ LIMITS_INTERVAL_S = 2.0
 
 STANDSTILL_S = 10.0
 """Without a move of the counter, until the GPU can't be measured: counters move every 20 to 100 ms."""
-
-_SCOPE_INTERVALS_S = (0.1, 0.4)
-_SCOPE_WINDOW_S, _SCOPE_WINDOWS = 10.0, 3
 
 T = TypeVar("T")
 
@@ -67,38 +63,6 @@ class LimitsWatch:
             self._on_change(limits)
 
 
-class ScopeWatch:
-    """Compares one GPU's energy counter with its power readings, on the thread that calls `check`.
-
-    That thread calls `on_disagreement` once, when several time windows in a row disagree.
-    """
-
-    def __init__(self, gpu: Gpu, on_disagreement: Callable[[GpuError], None]) -> None:
-        self._gpu = gpu
-        self._on_disagreement = on_disagreement
-        self._next_s = 0.0
-        self._samples: list[PowerSample] = []
-        self._disagreement_count = 0
-
-    def check(self, now_s: float, energy_j: float) -> None:
-        """Take a reading of the counter; read the power if that is due."""
-        if now_s < self._next_s or self._disagreement_count == _SCOPE_WINDOWS:
-            return
-        self._next_s = now_s + random.uniform(*_SCOPE_INTERVALS_S)
-        power_w = _or_none(self._gpu.power_w)
-        if power_w is None:
-            self._next_s = now_s + _SCOPE_WINDOW_S
-            self._samples = []
-            return
-        self._samples.append(PowerSample(now_s, energy_j, power_w))
-        if now_s < self._samples[0].time_s + _SCOPE_WINDOW_S:
-            return
-        text, self._samples = disagreement(self._samples), []
-        self._disagreement_count = self._disagreement_count + 1 if text else 0
-        if self._disagreement_count == _SCOPE_WINDOWS:
-            self._on_disagreement(GpuUnsupportedError(f"GPU {self._gpu.uuid}: {text}"))
-
-
 @dataclass(frozen=True, slots=True)
 class GpuReading:
     """A GPU's readings at one time; None for values that it does not report."""
@@ -112,7 +76,7 @@ class CounterPoller:
     """Polls one GPU's counter on a separate thread.
 
     The thread calls `on_change` for every change. A lasting error, or a counter that stands still, ends the
-    polling and goes to `on_error`. An error in an optional part (limits, scope, readings) goes to
+    polling and goes to `on_error`. An error in an optional part (limits, readings) goes to
     `on_part_failed` and delays that part. Power and clock are read every `reading_interval_s`, if given.
 
     Attributes:
@@ -127,7 +91,6 @@ class CounterPoller:
         on_error: Callable[[Exception], None],
         limits: LimitsWatch | None = None,
         on_part_failed: Callable[[str, Exception], None] | None = None,
-        scope: ScopeWatch | None = None,
         *,
         interval_s: float = 0.005,
         reading_interval_s: float | None = None,
@@ -141,7 +104,6 @@ class CounterPoller:
         self._on_change = on_change
         self._on_error = on_error
         self._limits = limits
-        self._scope = scope
         self._still: tuple[float, float] | None = None
         self._on_part_failed = on_part_failed
         self._part_retry = part_retry()
@@ -194,18 +156,21 @@ class CounterPoller:
         capped_mhz = self._gpu.sm_clock_mhz() if reasons & ClockEventReason.THROTTLED else 0
         if after_s >= self._parts_from_s:
             self._poll_more(energy_j, after_s)
-        self._check_moves(energy_j, after_s)
+        self._check_moves(energy_j, before_s, after_s)
         change = detector.poll(before_s, after_s, energy_j, reasons, capped_mhz)
         if change is None or reasons & ClockEventReason.GPU_IDLE:
             return change
         clock_mhz = _or_none(self._gpu.sm_clock_mhz)
         return replace(change, sm_clock_mhz=clock_mhz or 0, read_at_s=self._monotonic())
 
-    def _check_moves(self, energy_j: float, now_s: float) -> None:
-        """Raise `GpuUnsupportedError` if the counter has not moved for too long: every GPU draws power."""
+    def _check_moves(self, energy_j: float, before_s: float, after_s: float) -> None:
+        """Raise `GpuUnsupportedError` if the counter has not moved for too long: every GPU draws power.
+
+        A reading made between two moments: for how long the process froze meanwhile proves nothing.
+        """
         if self._still is None or self._still[0] != energy_j:
-            self._still = energy_j, now_s
-        elif now_s > self._still[1] + STANDSTILL_S:
+            self._still = energy_j, after_s
+        elif before_s > self._still[1] + STANDSTILL_S:
             raise GpuUnsupportedError(
                 f"GPU {self._gpu.uuid}: energy counter: expected it to move within {STANDSTILL_S:g} s, "
                 f"found it at {energy_j:g} J all the time"
@@ -217,9 +182,6 @@ class CounterPoller:
         try:
             if self._limits is not None:
                 self._limits.check(now_s)
-            part = "counter scope"
-            if self._scope is not None:
-                self._scope.check(now_s, energy_j)
             part = "GPU readings"
             if self._reading_interval_s is not None and now_s >= self._read_at_s + self._reading_interval_s:
                 self._read_at_s = now_s

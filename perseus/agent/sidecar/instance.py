@@ -32,7 +32,7 @@ from perseus.agent.gpu.executor import ALL_GPUS, TIMEOUT_S, GpuExecutor
 from perseus.agent.sidecar.access import AccessChecker
 from perseus.agent.sidecar.backends import Backend
 from perseus.agent.sidecar.clock_worker import STOCK, ClockResult, ClockWorker
-from perseus.agent.sidecar.counter_poller import CounterPoller, ScopeWatch
+from perseus.agent.sidecar.counter_poller import CounterPoller
 from perseus.agent.sidecar.engine_metrics import MetricsReader
 from perseus.agent.sidecar.gpus import OpenedGpu, RankGpus
 from perseus.agent.sidecar.instance_settings import InstanceSettings
@@ -86,9 +86,6 @@ class _ControlledGpu:
             lambda change: None,
             on_error,
             on_part_failed=opened.on_part_failed,
-            scope=ScopeWatch(
-                opened.gpu, lambda error: _log.warning("energies are not the GPU's", reason=str(error))
-            ),
             interval_s=_COUNTER_POLL_S,
             reading_interval_s=opened.reading_interval_s,
         )

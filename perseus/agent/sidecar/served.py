@@ -53,7 +53,7 @@ from perseus.agent.rank.messages import (
 from perseus.agent.rank.sampling import EstimateRequest, estimate
 from perseus.agent.rank.session import Session
 from perseus.agent.sidecar.clock_worker import STOCK, ClockResult, ClockWorker
-from perseus.agent.sidecar.counter_poller import CounterPoller, GpuReading, LimitsWatch, ScopeWatch
+from perseus.agent.sidecar.counter_poller import CounterPoller, GpuReading, LimitsWatch
 from perseus.agent.sidecar.gpus import GpuCounters, OpenedGpu
 from perseus.printable import printable
 from perseus.v1 import agent_service_pb2 as wire
@@ -172,7 +172,6 @@ class ServedRank:
                 gpu, opened.description.limits, lambda limits: self._hand_over(self._limits_read, limits)
             ),
             opened.on_part_failed,
-            ScopeWatch(gpu, lambda error: self._hand_over(self._scope_differs, error)),
             reading_interval_s=opened.reading_interval_s,
         )
         self.handle(TrainerJoined())
@@ -333,10 +332,6 @@ class ServedRank:
             "GPU's limits changed", power_limit_w=limits.power_limit_w, power_profiles=limits.power_profiles
         )
         self.handle(limits)
-
-    def _scope_differs(self, error: GpuError) -> None:
-        self._log.warning("energies are not the GPU's", reason=str(error))
-        self._report(error)
 
     def _gpu_failed(self, error: Exception) -> None:
         if isinstance(error, GpuError):

@@ -247,7 +247,7 @@ def test_a_counter_of_the_whole_module_is_named(
     instruct(stub, ["property module_power_w 200"])
     check = gpus_check(settings)
     assert check.verdict is Verdict.WARNING
-    assert "it counts the whole module" in check.found
+    assert "it counts more than the GPU" in check.found
 
 
 OLD_MODULE = """

@@ -4,6 +4,7 @@ The counter moves only every 20–100 ms, so it is polled more often and only it
 holds the energy *when the counter moved*, which was between two polls.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,18 +85,21 @@ def disagreement(samples: Sequence[PowerSample]) -> str:
     """Say how far a counter's power is from the mean of the power readings; empty if they agree.
 
     Samples are at random times over a second or more, since regular ones may always meet the same part of a
-    training's iterations. The tolerance is wide: readings may be averages of a second, and counters lag.
+    training's iterations. The tolerance is wide: readings may be averages of a second, counters lag, and the
+    mean of few readings is not exact.
     """
     if len(samples) < _MIN_SAMPLES:
         return ""
     first, last = samples[0], samples[-1]
     counter_w = (last.energy_j - first.energy_j) / (last.time_s - first.time_s)
-    power_w = statistics.fmean(sample.power_w for sample in samples)
-    if abs(counter_w - power_w) <= max(_TOLERANCE_W, _TOLERANCE_RATIO * power_w):
+    powers_w = [sample.power_w for sample in samples]
+    power_w = statistics.fmean(powers_w)
+    error_w = 4 * statistics.stdev(powers_w) / math.sqrt(len(powers_w))
+    if abs(counter_w - power_w) <= max(_TOLERANCE_W, _TOLERANCE_RATIO * power_w) + error_w:
         return ""
     cause = (
-        "it counts the whole module, with CPU and memory, as on Grace superchips, and so do the energies "
-        "that Perseus shows"
+        "it counts more than the GPU, as on Grace superchips (the module with CPU and memory), and so do the "
+        "energies that Perseus shows"
         if counter_w > power_w
         else "it does not count all of the GPU's energy"
     )

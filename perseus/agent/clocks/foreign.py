@@ -5,8 +5,9 @@ clock of a GPU that computes is compared with the one that the agent set last. O
 clock may be one step off (heat), or lower for a power cap. A difference counts once it lasts and no clock
 event reason explains it.
 
-At stock the GPU chooses its clock itself, and many models don't reach their highest one. There, only the same
-clock all the time, far below the highest, is a lock.
+At stock the GPU chooses its clock itself. There, only the same clock all the time, far below the highest one
+that the GPU has reached, is a lock. Many models never reach the highest clock that they list, and setting a
+clock above their reach is like stock.
 """
 
 from collections import Counter, deque
@@ -22,6 +23,7 @@ _INTERVAL_S = 0.1
 _BEGIN_SHARE, _END_SHARE = 0.5, 0.25
 _TOLERANCE_MHZ = 30  # two steps of NVIDIA's clocks
 _STOCK_SHARE = 0.9
+_REACHABLE_SHARE = 0.85  # of the highest clock, until a higher one is read
 _EXPLAINED = ClockEventReason.THROTTLED | ClockEventReason.SYNC_BOOST | ClockEventReason.DISPLAY_CLOCK_SETTING
 
 
@@ -51,19 +53,17 @@ class ForeignClockJudge:
     def __init__(self, highest_mhz: int) -> None:
         self.verdict: ForeignClock | None = None
         self._highest_mhz = highest_mhz
+        self._reachable_mhz = _REACHABLE_SHARE * highest_mhz
         self._readings = deque[_Reading]()
 
     def read(self, time_s: float, clock_mhz: int, set_mhz: int | None, clock_event_reasons: int) -> bool:
         """Take the clock of a computing GPU; `set_mhz`: the one set last. Return whether it is another's."""
-        if set_mhz is None:
-            is_lower, is_higher = clock_mhz < _STOCK_SHARE * self._highest_mhz, False
-        else:
-            is_lower, is_higher = (
-                clock_mhz < set_mhz - _TOLERANCE_MHZ,
-                clock_mhz > set_mhz + _TOLERANCE_MHZ,
-            )
+        is_lower = clock_mhz < self._lowest_mhz(set_mhz)
+        is_higher = set_mhz is not None and clock_mhz > set_mhz + _TOLERANCE_MHZ
         is_explained = is_lower and bool(clock_event_reasons & _EXPLAINED)
         differs = is_higher or (is_lower and not is_explained)
+        if not clock_event_reasons & _EXPLAINED:
+            self._reachable_mhz = max(self._reachable_mhz, clock_mhz)
         if not self._readings or time_s >= self._readings[-1].time_s + _INTERVAL_S:
             self._readings.append(_Reading(time_s, ForeignClock(clock_mhz, set_mhz), differs, is_explained))
             while len(self._readings) > _MIN_READINGS and self._readings[1].time_s <= time_s - WINDOW_S:
@@ -71,9 +71,18 @@ class ForeignClockJudge:
             self._judge()
         return differs and (self.verdict is not None or set_mhz is not None)
 
+    def _lowest_mhz(self, set_mhz: int | None) -> float:
+        """Return the lowest clock that a GPU may have by itself."""
+        if set_mhz is not None and set_mhz <= self._reachable_mhz + _TOLERANCE_MHZ:
+            return set_mhz - _TOLERANCE_MHZ
+        return _STOCK_SHARE * min(self._reachable_mhz, set_mhz or self._highest_mhz)
+
     def _judge(self) -> None:
         readings = self._readings
         differing = [reading.clock for reading in readings if reading.differs]
+        at_stock_mhz = [clock.clock_mhz for clock in differing if clock.wanted_mhz is None]
+        if at_stock_mhz and max(at_stock_mhz) - min(at_stock_mhz) > _TOLERANCE_MHZ:
+            differing = [clock for clock in differing if clock.wanted_mhz is not None]  # the GPU's own choice
         lasts = readings[-1].time_s - readings[0].time_s >= WINDOW_S
         if len(readings) < _MIN_READINGS or not lasts:
             return
@@ -82,9 +91,6 @@ class ForeignClockJudge:
         elif len(differing) >= _BEGIN_SHARE * len(readings) and not any(
             each.is_explained for each in readings
         ):
-            at_stock_mhz = [clock.clock_mhz for clock in differing if clock.wanted_mhz is None]
-            if at_stock_mhz and max(at_stock_mhz) - min(at_stock_mhz) > _TOLERANCE_MHZ:
-                return
             ((usual, _),) = Counter(differing).most_common(1)
             if self.verdict is None or abs(usual.clock_mhz - self.verdict.clock_mhz) > _TOLERANCE_MHZ:
                 self.verdict = usual

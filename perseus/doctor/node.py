@@ -23,8 +23,9 @@ from perseus.doctor.checks import Check, Verdict
 _TIMEOUT_S = 5.0
 _START = "start it: systemctl start perseus-agent, or perseus agent; its log has the reason of its end"
 _FOREIGN_CLOCK_ADVICE = (
-    "find who sets it (nvidia-smi -lgc, DCGM, a script) and end that, then nvidia-smi -rgc -i GPU; "
-    "if these are the node's own clocks, set the agent's restore_clocks"
+    "find who sets it (nvidia-smi -lgc, DCGM, a script) and end that; the agent then sets the wanted clock "
+    "again, within an hour at most; if stock is wanted, nvidia-smi -rgc -i GPU, or -rac for application "
+    "clocks (clock event reason 0x2); if these are the node's own clocks, set the agent's restore_clocks"
 )
 
 

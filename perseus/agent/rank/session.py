@@ -85,7 +85,11 @@ from perseus.agent.rank.messages import (
 from perseus.agent.rank.order import Order
 from perseus.agent.rank.plans import Plans
 from perseus.agent.rank.recorder import Recorder
+from perseus.retry import Retry
 from perseus.v1 import agent_service_pb2 as wire
+
+_FIRST_REPEAT_S, _MAX_REPEAT_S = 60.0, 3600.0
+"""Delays between sets of a clock that another client of the driver has changed; the first is at once."""
 
 _MARKS = (ComputationMark, WaitMark, IterationMark)
 
@@ -116,6 +120,8 @@ class Session:
         self._after_sequence = after_sequence
         self._commands: list[Command] = []
         self._is_packing_allowed = False
+        self._repeats = Retry(_FIRST_REPEAT_S, _MAX_REPEAT_S)
+        self._repeat_at_s = 0.0
         self._join = JoinState(is_registered=is_registered)
         self._plans = Plans(rank, gpu, forbidden="the agent only observes" if observe else None)
         self._recorder = Recorder(gpu.supported_clocks_mhz[0], gpu.stock_mhz)
@@ -400,7 +406,6 @@ class Session:
     def _report(self, now_s: float, *, waits: bool = True) -> None:
         """Report all iterations that can be measured by now; without `waits`, all that have ended."""
         order = self._plans.order.computations if self._plans.order is not None else None
-        before = self.foreign_clock
         for report in self._recorder.report(order, now_s, needed_s=self._tracker.needed_s, waits=waits):
             clocks = None
             if self._plans.forbidden is None:
@@ -420,9 +425,12 @@ class Session:
             )
             if report.request is not None and waits:
                 self._commands.append(EstimateEnergy(report.request))
-        if before is None and self.foreign_clock is not None and waits:
-            # Once: it may have been a reset. Whoever sets it again shall not be fought.
+        is_taken = self.foreign_clock is not None and self.wanted_clock_mhz is not None
+        if is_taken and waits and now_s >= self._repeat_at_s:
+            # It may have been a reset, or the other client may have ended. A living one is not fought: delays
+            # grow as long as the session lasts.
             self._commands.append(RepeatSet())
+            self._repeat_at_s = now_s + self._repeats.failed()
 
     def validate(self) -> None:
         """Check the invariants; AssertionError otherwise. Called by tests after every event."""

@@ -1,5 +1,9 @@
 """A session whose GPU's clock another client of the driver holds."""
 
+from itertools import pairwise
+
+import pytest
+
 from perseus.agent.clocks.foreign import ForeignClock
 from perseus.agent.clocks.sets import RepeatSet
 from perseus.agent.energy.counter import CounterChange
@@ -31,17 +35,10 @@ def on_hold(bench: Bench) -> Bench:
     return bench
 
 
-def test_the_agents_own_clock_is_not_foreign(bench: Bench) -> None:
-    commands = run(on_hold(bench), 0, 20, read_mhz=1000)
-    assert {each.foreign_clock for each in telemetry(commands)} == {None}
-    assert RepeatSet() not in commands
-
-
-def test_a_foreign_clock_is_reported_and_set_once_more_and_does_not_count_as_on_clock(bench: Bench) -> None:
+def test_a_foreign_clock_is_reported_and_does_not_count_as_on_clock(bench: Bench) -> None:
     commands = run(on_hold(bench), 0, 20, read_mhz=800)
     reported = [each.foreign_clock for each in telemetry(commands)]
     assert (reported[0], reported[-1]) == (None, ForeignClock(800, 1000))
-    assert commands.count(RepeatSet()) == 1, "nobody is fought"
     clocks = telemetry(commands)[-1].clocks
     assert clocks is not None
     assert clocks.on_clock_time_s == 0.0
@@ -53,11 +50,24 @@ def test_a_foreign_clock_is_reported_and_set_once_more_and_does_not_count_as_on_
     assert bench.session.foreign_clock is None
 
 
+def test_a_clock_is_set_again_after_growing_delays(bench: Bench) -> None:
+    """A client that holds the clock, lets go for 16 s, and comes back."""
+    on_hold(bench)
+    set_at_s: list[float] = []
+    for number in range(1200):
+        commands = run(bench, number, 1, read_mhz=1000 if 500 <= number < 520 else 800)
+        if RepeatSet() in commands:
+            set_at_s.append(bench.now_s)
+    delays_s = [later_s - earlier_s for earlier_s, later_s in pairwise(set_at_s)]
+    assert delays_s == pytest.approx([60.0, 120.0, 240.0, 480.0], abs=1.0)
+
+
 def test_a_foreign_clock_at_stock_is_reported_also_by_an_agent_that_only_observes() -> None:
     bench = Bench(observe=True).accepted()
     commands = run(bench, 0, 20, read_mhz=800)
     assert telemetry(commands)[-1].foreign_clock == ForeignClock(800, None)
     assert telemetry(commands)[-1].rank == RANK
+    assert RepeatSet() not in commands, "none was set"
 
 
 def test_a_clock_read_in_a_gap_or_around_a_set_proves_nothing(bench: Bench) -> None:

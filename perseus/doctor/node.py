@@ -65,10 +65,11 @@ def _gpus(settings: AgentSettings) -> Check:
     details = "perseus agent --self-test shows details"
     if settings.gpu_backend == "nvml":
         gpus = asyncio.run(all_gpu_findings(listed, gpu_findings))
-        if unusable := [f"{gpu.uuid} can't be used: {gpu.problem}" for gpu in gpus if not gpu.is_usable]:
+        unusable = [f"{gpu.uuid} can't be used: {gpu.problem}" for gpu in gpus if not gpu.is_usable]
+        if len(unusable) == len(gpus):
             return Check(subject, Verdict.BAD, "; ".join(unusable), details)
         limitations = [f"{gpu.uuid}: {limitation}" for gpu in gpus for limitation in gpu.limitations]
-        if problems := [*filter(None, [module_problem()]), *limitations]:
+        if problems := [*filter(None, [module_problem()]), *unusable, *limitations]:
             return Check(subject, Verdict.WARNING, "; ".join(problems), details)
     return Check(subject, Verdict.GOOD, f"{len(listed)} can be read; {details}")
 

@@ -250,9 +250,11 @@ class Inventory:
         if problem := module_problem():
             _log.warning("NVML is used with limitations", reason=problem)
         listed = await self._executor.run(ALL_GPUS, self._gpus.listed)
-        for gpu in await all_gpu_findings([each for each in listed if isinstance(each, str)], find):
+        gpus = await all_gpu_findings([each for each in listed if isinstance(each, str)], find)
+        log = _log.warning if any(gpu.is_usable for gpu in gpus) else _log.error
+        for gpu in gpus:
             if not gpu.is_usable:
-                _log.error("GPU can't be used", gpu=gpu.uuid, reason=gpu.problem)
+                log("GPU can't be used", gpu=gpu.uuid, reason=gpu.problem)
             for limitation in gpu.limitations:
                 _log.warning("GPU is used with a limitation", gpu=gpu.uuid, reason=limitation)
 

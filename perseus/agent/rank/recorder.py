@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from perseus.agent.clocks.foreign import ForeignClockJudge
 from perseus.agent.clocks.keeper import Clocks
@@ -340,7 +341,7 @@ class Recorder:
         A reading around a set proves nothing. Without any, the verdict on the GPU counts.
         """
         foreign_mhz, has_reading = None, False
-        for index in range(bisect_left(self._changes, begin_s, key=_counted_at_s), len(self._changes)):
+        for index in range(bisect_left(self._changes, begin_s, key=attrgetter("time_s")), len(self._changes)):
             change = self._changes[index]
             if change.time_s > end_s:
                 break
@@ -375,7 +376,3 @@ class Recorder:
         assert len(self._changes) <= _CHANGES_KEPT
         ends_s = [iteration.end_s for iteration in self._finished]
         assert ends_s == sorted(ends_s)
-
-
-def _counted_at_s(change: CounterChange) -> float:
-    return change.time_s

@@ -480,11 +480,16 @@ def finish(
     connection: Connection, job_id: JobId, yes: YesOption = False, form: FormatOption = Format.TABLE
 ) -> None:
     """End a job: all of its GPUs go back to stock. Ask first if ranks are connected."""
-    from perseus.v1 import job_service_pb2
+    from perseus.v1 import job_pb2, job_service_pb2
 
     with _jobs(connection) as jobs:
         if not yes:
-            _confirm(jobs, job_id, "End it?")
+            asked = job_service_pb2.GetJobRequest(job_id=job_id, view=job_pb2.JOB_VIEW_SUMMARY)
+            job = jobs.GetJob(asked, timeout=TIMEOUT_S).job
+            count = job.rank_counts.connected_count
+            if count and job.state != job_pb2.JOB_STATE_FINISHED:
+                ranks = f"{count} connected {'rank' if count == 1 else 'ranks'}"
+                confirm(f"{ranks} of job {job_id} would train on at stock", "End it?")
         _show(jobs.FinishJob(job_service_pb2.FinishJobRequest(job_id=job_id), timeout=TIMEOUT_S).job, form)
 
 
@@ -500,13 +505,11 @@ def resume(connection: Connection, job_id: JobId, form: FormatOption = Format.TA
 
 @app.command()
 @connecting
-def delete(connection: Connection, job_id: JobId, yes: YesOption = False) -> None:
-    """Delete a finished job with all its runs, events and reports. Ask first if ranks are connected."""
+def delete(connection: Connection, job_id: JobId) -> None:
+    """Delete a finished job with all its runs, events and reports."""
     from perseus.v1 import job_service_pb2
 
     with _jobs(connection) as jobs:
-        if not yes:
-            _confirm(jobs, job_id, "Delete it?")
         jobs.DeleteJob(job_service_pb2.DeleteJobRequest(job_id=job_id), timeout=TIMEOUT_S)
 
 
@@ -517,25 +520,6 @@ def _jobs(connection: Connection) -> Iterator["JobServiceStub"]:
 
     with connected(connection) as channel:
         yield job_service_pb2_grpc.JobServiceStub(channel)
-
-
-def _confirm(jobs: "JobServiceStub", job_id: str, question: str) -> None:
-    """Ask before a change to a job whose ranks are connected; exit unless the answer is yes."""
-    import grpc
-
-    from perseus.v1 import job_pb2, job_service_pb2
-
-    asked = job_service_pb2.GetJobRequest(job_id=job_id, view=job_pb2.JOB_VIEW_SUMMARY)
-    try:
-        count = jobs.GetJob(asked, timeout=TIMEOUT_S).job.rank_counts.connected_count
-    except grpc.RpcError as error:
-        if error.code() is not grpc.StatusCode.DATA_LOSS:  # one that can't be read can be deleted
-            raise
-        return
-    if not count:
-        return
-    ranks = f"{count} connected {'rank' if count == 1 else 'ranks'}"
-    confirm(f"{ranks} of job {job_id} would train on at stock", question)
 
 
 def _numbers(flag: str, enum: Any, prefix: str, names: Iterable[str]) -> list[Any]:

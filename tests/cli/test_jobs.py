@@ -312,33 +312,27 @@ def test_show_ends_with_the_latest_events_and_a_watch_begins_with_them(coordinat
 
 
 class TrainingJobs(job_service_pb2_grpc.JobServiceServicer):
-    """Has jobs with 4 connected ranks, except one that can't be read; notes what was ended and deleted."""
+    """Has jobs with 4 connected ranks, of which one is finished; notes what was ended."""
 
     def __init__(self) -> None:
-        self.changes: list[str] = []
+        self.ended: list[str] = []
 
     def GetJob(  # noqa: N802 - gRPC's name
         self, request: job_service_pb2.GetJobRequest, context: grpc.ServicerContext
     ) -> job_service_pb2.GetJobResponse:
-        if request.job_id == "unreadable":
-            context.abort(grpc.StatusCode.DATA_LOSS, "job 'unreadable': can't read run 1")
         job = job_pb2.Job(job_id=request.job_id, rank_counts=job_pb2.RankCounts(connected_count=4))
+        if request.job_id == "finished":
+            job.state = job_pb2.JOB_STATE_FINISHED
         return job_service_pb2.GetJobResponse(job=job)
 
     def FinishJob(  # noqa: N802 - gRPC's name
         self, request: job_service_pb2.FinishJobRequest, context: grpc.ServicerContext
     ) -> job_service_pb2.FinishJobResponse:
-        self.changes.append(f"finish {request.job_id}")
+        self.ended.append(request.job_id)
         return job_service_pb2.FinishJobResponse(job=job_pb2.Job(job_id=request.job_id))
 
-    def DeleteJob(  # noqa: N802 - gRPC's name
-        self, request: job_service_pb2.DeleteJobRequest, context: grpc.ServicerContext
-    ) -> job_service_pb2.DeleteJobResponse:
-        self.changes.append(f"delete {request.job_id}")
-        return job_service_pb2.DeleteJobResponse()
 
-
-def test_a_job_with_connected_ranks_is_ended_or_deleted_only_if_that_is_confirmed(
+def test_a_job_with_connected_ranks_is_ended_only_if_that_is_confirmed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     training = TrainingJobs()  # type: ignore[abstract]
@@ -348,27 +342,26 @@ def test_a_job_with_connected_ranks_is_ended_or_deleted_only_if_that_is_confirme
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
 
-        def change(*arguments: str, answer: str | None = None) -> Result:
-            command = ["jobs", *arguments, "--coordinator", address]
+        def finish(*arguments: str, answer: str | None = None) -> Result:
+            command = ["jobs", "finish", *arguments, "--coordinator", address]
             return CliRunner().invoke(app, command, input=answer, catch_exceptions=False)
 
-        for command in ("finish", "delete"):
-            refused = change(command, "gpt3")
-            assert refused.exit_code == 2
-            assert refused.stderr == (
-                "error: 4 connected ranks of job gpt3 would train on at stock: expected --yes, as there is "
-                "no terminal to ask\n"
-            )
+        refused = finish("gpt3")
+        assert refused.exit_code == 2
+        assert refused.stderr == (
+            "error: 4 connected ranks of job gpt3 would train on at stock: expected --yes, as there is "
+            "no terminal to ask\n"
+        )
+        assert finish("finished").exit_code == 0
         monkeypatch.setattr(terminal, "can_ask", lambda: True)
-        asked = change("finish", "gpt3", answer="n\n")
+        asked = finish("gpt3", answer="n\n")
         assert asked.exit_code == 1
         assert "4 connected ranks of job gpt3 would train on at stock. End it? [y/N]" in asked.stderr
-        assert training.changes == []
-        assert change("finish", "gpt3", answer="y\n").exit_code == 0
-        assert change("delete", "gpt3", "--yes").exit_code == 0
-        assert change("delete", "unreadable").exit_code == 0, "deletion is its remedy"
+        assert training.ended == ["finished"]
+        assert finish("gpt3", answer="y\n").exit_code == 0
+        assert finish("gpt4", "--yes").exit_code == 0
         server.stop(None).wait()
-    assert training.changes == ["finish gpt3", "delete gpt3", "delete unreadable"]
+    assert training.ended == ["finished", "gpt3", "gpt4"]
 
 
 def test_runs_are_listed_shown_and_deleted_together(coordinator: Coordinator) -> None:

@@ -119,7 +119,6 @@ class EscapingChannel:
 
     def _go_on(self, error: "grpc.RpcError", takeover: Takeover, *, was_heard: bool = False) -> None:
         """Go on to where a failed call may succeed, perhaps later; else raise its error."""
-        failed_at = self._channels.beside()
         if not self._stays:
             may_repeat = takeover.may_repeat(self.address, error)
             if self._channels.follow(error):
@@ -138,7 +137,7 @@ class EscapingChannel:
                     takeover.tried_count = 0
                     self.move_on(error)
                     return
-        error.failure = Failure(failed_at, takeover.text())  # type: ignore[attr-defined]
+        error.failure = Failure(self._channels.beside(), takeover.text())  # type: ignore[attr-defined]
         raise error
 
     def _reopen(self) -> None:

@@ -1,6 +1,5 @@
 """What a call hears of a fleet while a slot changes hands: whether to repeat it, and what to tell people."""
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -61,9 +60,9 @@ class Takeover:
         if not standing_by or (self._holder and self._holder not in self._silent):
             return ""
         slot = f"slot {self._slot}" if self._slot else "a slot"
-        text = f"{slot} changes hands: {_and(standing_by)} {_verb(standing_by, 'stands', 'stand')} by"
+        text = f"{slot} changes hands; standing by: {', '.join(standing_by)}"
         if self._silent:
-            text += f", {_and(self._silent)} {_verb(self._silent, 'does', 'do')} not answer"
+            text += f"; no answer from {', '.join(self._silent)}"
         return text if self.end_s is None else f"{text}; nobody took it over in {LIMIT_S:g} s"
 
     def may_wait(self, now_s: float) -> bool:
@@ -71,12 +70,3 @@ class Takeover:
         if self.end_s is None:
             self.end_s = now_s + LIMIT_S
         return now_s < self.end_s
-
-
-def _and(addresses: Collection[str]) -> str:
-    *others, last = addresses
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-def _verb(addresses: Collection[str], singular: str, plural: str) -> str:
-    return singular if len(addresses) == 1 else plural

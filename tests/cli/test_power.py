@@ -68,17 +68,14 @@ def test_a_replaced_budget_is_shown(environment: dict[str, str]) -> None:
 def test_a_limit_of_nothing_is_set_only_after_a_question(
     environment: dict[str, str], limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "expected --yes" in perseus(environment, "power", "set", "zero", limit, "0").stderr
+    assert "expected --yes" in perseus(environment, "power", "set", f"no{limit}", limit, "0").stderr
     monkeypatch.setattr(terminal, "can_ask", lambda: True)
-    asked = CliRunner().invoke(app, ["power", "set", "zero", limit, "0"], env=environment, input="n\n")
+    asked = CliRunner().invoke(app, ["power", "set", f"no{limit}", limit, "0"], env=environment, input="n\n")
     assert asked.exit_code == 1
     assert "0 W slows every job on feed 'default'" in asked.stderr
-    assert "zero" not in perseus(environment, "power", "list").stdout
-
-
-def test_a_limit_of_nothing_is_set_without_a_question_if_so_asked(environment: dict[str, str]) -> None:
-    assert perseus(environment, "power", "set", "zero", "--limit-w", "0", "--yes").exit_code == 0
-    perseus(environment, "power", "cancel", "zero")
+    assert f"no{limit}" not in perseus(environment, "power", "list").stdout
+    assert perseus(environment, "power", "set", f"no{limit}", "--limit-w", "0", "--yes").exit_code == 0
+    perseus(environment, "power", "cancel", f"no{limit}")
 
 
 @pytest.mark.parametrize(

@@ -120,16 +120,6 @@ def test_all_places_of_an_engine_s_agent_are_in_the_demo_s_folder(
     assert agent.token is not None, "else it reads the operator's"
 
 
-@pytest.mark.slow("starts two engines and an agent")
-def test_an_engine_s_agent_serves_without_this_machine_s_coordinator(machine: None, tmp_path: Path) -> None:
-    with serving_scenario.running(tmp_path, tmp_path) as (_, gpus, _):
-        for gpu in gpus.values():
-            gpu.close()
-        entries = map(json.loads, (tmp_path / "agent.log").read_text().splitlines())
-        (serving,) = (entry for entry in entries if entry["event"] == "serving")
-    assert serving["coordinator"].startswith(f"unix:{tmp_path}")
-
-
 @pytest.mark.slow("starts a coordinator")
 @pytest.mark.smoke
 @pytest.mark.timeout(60)

@@ -124,14 +124,6 @@ def test_only_plans_save() -> None:
     assert not cluster.job().figures.HasField("saving"), "its last period is no plan's"
 
 
-def test_a_job_that_fell_back_to_stock_saves_nothing() -> None:
-    cluster = planned(pipelines=1)
-    cluster.iterate_until(JobState.STOCK, duration_s=1.2)
-    cluster.iterate(8)
-    assert cluster.job().figures.HasField("mean_iteration_time_s")
-    assert not cluster.job().figures.HasField("saving")
-
-
 def test_a_policy_that_no_plan_meets_is_noted_when_it_is_set_and_with_the_state() -> None:
     cluster = planned()
     cluster.send(PolicySet(OperatingPolicy(max_average_power_w=1.0)))

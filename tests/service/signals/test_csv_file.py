@@ -58,11 +58,8 @@ def test_a_row_without_a_value_is_a_gap(tmp_path: Path) -> None:
     ("kind", "unit", "expected"),
     [
         (SignalKind.CARBON, None, 900.0),
-        (SignalKind.CARBON, "g/kWh", 900.0),
         (SignalKind.CARBON, "kg/MWh", 900.0),
         (SignalKind.CARBON, "lbs/MWh", 408.233133),
-        (SignalKind.PRICE, None, 900.0),
-        (SignalKind.PRICE, "per kWh", 900.0),
         (SignalKind.PRICE, "per MWh", 0.9),
     ],
 )

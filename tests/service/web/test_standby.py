@@ -61,7 +61,6 @@ async def test_scrapes_are_answered_with_what_is_of_the_fleet(tmp_path: Path) ->
 
 
 def test_those_that_stand_by_are_counted_only_where_they_can() -> None:
-    assert Fleet("a", 0, MEMBERS, SLOTS).standby_count() == 1
     assert Fleet("a", 0, MEMBERS[1:], SLOTS).standby_count() == 0
     assert Fleet(members=[Member("", "a:1")]).standby_count() is None, "on SQLite"
 

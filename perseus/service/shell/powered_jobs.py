@@ -16,7 +16,6 @@ from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.inputs import BudgetTargetSet, MaxClockSet
 from perseus.service.domain.job_power import NO_POWER, JobPower, PowerCurveBasis
 from perseus.service.domain.power_reading import max_power_w
-from perseus.service.domain.records import JobRecord
 from perseus.service.domain.snapshot import RunSnapshot
 from perseus.service.fleet.power.curve import StageFeeds, power_points
 from perseus.service.fleet.power.demand import JobDemand, PowerPoint
@@ -99,8 +98,10 @@ class PoweredJobs:
         """
         run = self._live.get(job_id)
         if run is None or run.machine.record.has_finished or not run.machine.has_live_rank:
-            if run is not None and _has_order(run.machine.record):
-                self._idle_limited[job_id] = set(shares(self._placed(run)))
+            if run is not None:
+                record = run.machine.record
+                if record.max_clock is not None or record.budget_target_time_s is not None:
+                    self._idle_limited[job_id] = set(shares(self._placed(run)))
             return self._leave(job_id)
         try:
             changed = await self._update(job_id, run)
@@ -262,10 +263,6 @@ class PoweredJobs:
             if not possible or sum(power_w.values()) < sum(possible[-1].power_w.values()):
                 possible.append(replace(point, power_w=power_w))
         return tuple(possible)
-
-
-def _has_order(record: JobRecord) -> bool:
-    return record.max_clock is not None or record.budget_target_time_s is not None
 
 
 def _is_lifted(run: LiveRun, max_clock_mhz: int | None) -> bool:

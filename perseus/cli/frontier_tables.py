@@ -11,7 +11,7 @@ from perseus.cli.comparison import RULES, comparison_rows
 if TYPE_CHECKING:
     from perseus.solver import Frontier, FrontierPoint, Pipeline, Plan, PlannedComputation
 
-SAVING = "saving: against all-max waiting until the same time"
+SAVED = "saved: against all-max waiting until the same time"
 
 _PLAIN_PLAN_COLUMNS = 6
 """Columns of a plan's rows; those of further settings follow."""
@@ -94,7 +94,7 @@ def frontier_table(rows: list[dict[str, Any]], is_of_graph: bool) -> Table:
     """Return the table of a frontier's rows, with what its points mean below."""
     table = Table(title=f"Iteration time-energy frontier of {'the graph' if is_of_graph else 'one pipeline'}")
     table.add_column("")
-    for column in ("iteration time", "energy", "lower bound", "saving"):
+    for column in ("iteration time", "energy", "lower bound", "saved"):
         table.add_column(column, justify="right")
     for row in rows:
         bound_j, saving_percent = row["bound_energy_j"], row["saving_percent"]
@@ -107,7 +107,7 @@ def frontier_table(rows: list[dict[str, Any]], is_of_graph: bool) -> Table:
         )
     meanings = {"no slowdown": "no slowdown: the time of all-max"} | RULES
     shown = [line for part, line in meanings.items() if any(part in row["point"] for row in rows)]
-    table.caption = "\n".join([SAVING, *shown])
+    table.caption = "\n".join([SAVED, *shown])
     table.caption_justify = "left"
     return table
 
@@ -152,7 +152,7 @@ def plan_promise(confidence: float) -> str:
 def plan_table(made: "Plan", saving_percent: float, rows: list[dict[str, Any]], caption: str) -> Table:
     """Return the table of a plan's rows."""
     cost = f"{seconds(made.iteration_time_s, 4)} and {joules(made.energy_j, 1)}"
-    title = f"Plan of {cost}, saving {saving_percent:.2f} %"
+    title = f"Plan of {cost}, {saving_percent:.2f} % saved"
     table = Table(title=title, caption=caption, caption_justify="left")
     table.add_column("stage", justify="right")
     table.add_column("kind")

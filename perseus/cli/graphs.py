@@ -59,7 +59,7 @@ def node_table(made: "Plan", saving_percent: float, rows: Sequence[Mapping[str, 
     """Return a plan's nodes as a table."""
     cost = f"{seconds(made.iteration_time_s, 4)} and {joules(made.energy_j, 1)}"
     table = Table(
-        title=f"Plan of {cost}, saving {saving_percent:.2f} %",
+        title=f"Plan of {cost}, {saving_percent:.2f} % saved",
         caption=f"{caption}\nslower: than at the highest clock",
         caption_justify="left",
     )

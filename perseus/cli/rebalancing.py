@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from perseus.v1.frontier_pb2 import FrontierPoint, IterationCost, Partition, Rebalancing
 
 _CAPTION = (
-    "saving: against stock's iteration with the present layers",
+    "saved: against stock's iteration with the present layers",
     "by clocks alone: with the present layers, in the same time: stock's, or the shortest if that is longer",
 )
 
@@ -77,7 +77,7 @@ def partitions_table(found: "Rebalancing") -> Table:
     table = Table(title="What moving layers would bring beside clocks", caption_justify="left")
     table.add_column("moved")
     table.add_column("layers")
-    for column in ("shortest", "against stock", "saving", "saving in stock's time", "by clocks alone"):
+    for column in ("shortest", "against stock", "saved", "saved in stock's time", "by clocks alone"):
         table.add_column(column, justify="right")
     for moves, partition in {"none": found.present, **partitions_of(found)}.items():
         t_min_s = partition.fastest.iteration_time_s

@@ -16,7 +16,7 @@ from perseus.cli.comparison import baselines
 from perseus.cli.destination import Destination
 from perseus.cli.executor import DaskInsecureOption, DaskOption, Executor, ProcessesOption
 from perseus.cli.frontier_tables import (
-    SAVING,
+    SAVED,
     frontier_promise,
     frontier_rows,
     frontier_table,
@@ -353,8 +353,8 @@ def plan(
 
         def table() -> Table:
             if graph is not None:
-                return node_table(made, saving_percent, rows, SAVING)
-            return plan_table(made, saving_percent, rows, f"{SAVING}\n{promise}")
+                return node_table(made, saving_percent, rows, SAVED)
+            return plan_table(made, saving_percent, rows, f"{SAVED}\n{promise}")
 
         show_rows(form, rows, list(rows[0]), table)
         if graph is not None and form is Format.TABLE:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from perseus.cli.destination import Destination
 from perseus.cli.executor import Executor
+from perseus.cli.frontier_tables import SAVED
 from perseus.cli.progress import working
 from perseus.cli.rows import Format, show_rows
 from perseus.cli.terminal import FAILURE, error_console, fail, os_error_text
@@ -24,10 +25,10 @@ _COLUMNS = {
     "baseline_time_s": "all-max, s",
     "t_min_s": "T_min, s",
     "t_min_energy_j": "energy, J",
-    "t_min_saving_percent": "saving, %",
+    "t_min_saving_percent": "saved, %",
     "t_star_s": "T*, s",
     "t_star_energy_j": "energy, J",
-    "t_star_saving_percent": "saving, %",
+    "t_star_saving_percent": "saved, %",
 }
 
 
@@ -132,7 +133,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         figures = [format(row[name], _form(name)) for name in list(_COLUMNS)[1:]]
         table.add_row(printable(row["profile"]), *figures)
-    table.caption = "saving: against all-max waiting until the same time"
+    table.caption = SAVED
     table.caption_justify = "left"
     return table
 

@@ -273,7 +273,7 @@ def test_baselines_are_shown_beside_the_frontier(profile: Path, tmp_path: Path) 
 
 def test_the_table_says_what_its_rows_mean(profile: Path) -> None:
     alone = text(run("solve", profile, "--microbatches", 4))
-    assert "saving: against all-max waiting until the same time" in alone
+    assert "saved: against all-max waiting until the same time" in alone
     assert "within:" not in alone
     compared = text(run("solve", profile, "--microbatches", 4, "--compare"))
     assert "within: the plan of least energy that takes no longer, waiting until then" in compared

@@ -59,7 +59,7 @@ class Lateness:
             return ""
         return (
             f"this machine was too busy: for {_SPAN_S:g} s, processes woke up {1000 * late_s:.2f} ms late on "
-            f"average, where {1000 * MAX_LATE_S:g} ms are the most; its load is now "
+            f"average, expected at most {1000 * MAX_LATE_S:g} ms; its load is now "
             f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} processors"
         )
 

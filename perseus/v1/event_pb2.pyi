@@ -108,7 +108,7 @@ class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     in time, or is finished.
     """
     JOB_EVENT_TYPE_FOREIGN_CLOCK: _JobEventType.ValueType  # 33
-    """Another client of the driver holds a GPU's clock. Published when that begins, and when it ends."""
+    """Another client of the driver holds a GPU's clock. Published when that begins, changes or ends."""
 
 class JobEventType(_JobEventType, metaclass=_JobEventTypeEnumTypeWrapper):
     """The type of an event."""
@@ -192,7 +192,7 @@ JOB_EVENT_TYPE_SIGNAL_TARGET_SET: JobEventType.ValueType  # 32
 in time, or is finished.
 """
 JOB_EVENT_TYPE_FOREIGN_CLOCK: JobEventType.ValueType  # 33
-"""Another client of the driver holds a GPU's clock. Published when that begins, and when it ends."""
+"""Another client of the driver holds a GPU's clock. Published when that begins, changes or ends."""
 Global___JobEventType: typing_extensions.TypeAlias = JobEventType
 
 class _ClockGivenUpReason:

@@ -40,7 +40,6 @@ def call(
         stdout=stdout,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
-        timeout=100,
         check=False,
         **dict(options),
     )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import aiomqtt
 import pytest
 
+from perseus.demo.cluster import ENVIRONMENT
 from perseus.v1 import job_pb2, job_service_pb2
 from tests.grid.brokers import Heard, MqttBroker, running
 from tests.grid.contract.contract_schemas import CONTRACT, problems
@@ -178,8 +179,9 @@ async def test_jobs_keep_a_load_target_report_a_breach_and_follow_a_signal(
 ) -> None:
     csv = tmp_path / "carbon.csv"
     grid = {"kind": "carbon", "csv": str(csv), "column": "g"}
-    monkeypatch.setenv("PERSEUS_COORDINATOR_SIGNALS", json.dumps({"grid": grid}))
-    monkeypatch.setenv("PERSEUS_COORDINATOR_FEEDS", json.dumps({"default": {"limit_w": 5000}}))
+    monkeypatch.setitem(ENVIRONMENT, "PERSEUS_COORDINATOR_SIGNALS", json.dumps({"grid": grid}))
+    feeds = {"default": {"limit_w": 5000}}
+    monkeypatch.setitem(ENVIRONMENT, "PERSEUS_COORDINATOR_FEEDS", json.dumps(feeds))
     async with AsyncExitStack() as stack:
         first, address = stack.enter_context(training(tmp_path, *JOBS))
         broker = stack.enter_context(running(MqttBroker(first.security, tmp_path / "broker.log")))

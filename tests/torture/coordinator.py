@@ -186,6 +186,7 @@ def _end_without_database(coordinator: CoordinatorProcess, outcome: Outcome) -> 
 def _settle(agents: Agents, restart_counts: Mapping[str, int], outcome: Outcome) -> None:
     """Wait until jobs are planned, compare everything with the messages, and end the jobs."""
     for job_id, restart_count in restart_counts.items():
+        agents.ask("straggler", job_id=job_id, factor=0.0)  # stock is not measured while one is known
         try:
             agents.ask("planned", job_id=job_id, limit_s=_LIMIT_S)
         except GeneratorError as error:

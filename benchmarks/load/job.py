@@ -292,10 +292,12 @@ class Job:
 def account(versions: NDArray[np.int64], periods: list[job_pb2.ReportPeriod], stage_count: int) -> Account:
     """Compare a report's periods with the versions of all ranks (one row per iteration)."""
     found = Account(iteration_count=len(versions))
-    # The first iteration under new versions is not measured.
-    is_counted = np.zeros(len(versions), np.bool_)
-    is_counted[1:] = (versions[1:] == versions[:-1]).all(axis=1)
-    by_pipeline = versions.reshape(len(versions), -1, stage_count).max(axis=2)
+    by_stage = versions.reshape(len(versions), -1, stage_count)
+    by_pipeline = by_stage.max(axis=2)
+    # The first iteration under new versions is not measured, nor is one in which a pipeline's ranks differ.
+    is_counted = (by_stage.min(axis=2) == by_pipeline).all(axis=1)
+    is_counted[:1] = False
+    is_counted[1:] &= (versions[1:] == versions[:-1]).all(axis=1)
     is_inside = np.zeros(len(versions), np.bool_)
     for period in periods:
         own = slice(period.first_iteration, period.last_iteration + 1)

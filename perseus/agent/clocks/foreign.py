@@ -92,5 +92,11 @@ class ForeignClockJudge:
             each.is_explained for each in readings
         ):
             ((usual, _),) = Counter(differing).most_common(1)
-            if self.verdict is None or abs(usual.clock_mhz - self.verdict.clock_mhz) > _TOLERANCE_MHZ:
+            if self.verdict is None or _differ(usual, self.verdict):
                 self.verdict = usual
+
+
+def _differ(one: ForeignClock, other: ForeignClock) -> bool:
+    """Tell whether verdicts are news to each other: a plan's wanted clock changes all the time."""
+    is_at_stock, was_at_stock = one.wanted_mhz is None, other.wanted_mhz is None
+    return is_at_stock is not was_at_stock or abs(one.clock_mhz - other.clock_mhz) > _TOLERANCE_MHZ

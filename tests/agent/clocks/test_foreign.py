@@ -33,6 +33,13 @@ def test_at_stock_a_constant_clock_far_below_the_highest_is_foreign() -> None:
     assert judge_of(lambda _: 705, None).verdict == ForeignClock(705, None)
 
 
+def test_a_verdict_says_when_stock_is_wanted_instead() -> None:
+    judge = judge_of(lambda _: 705, 1200)
+    for number in range(200, 400):
+        judge.read(number / 10, 705, None, 0)
+    assert judge.verdict == ForeignClock(705, None)
+
+
 @pytest.mark.parametrize(("read_mhz", "wanted_mhz"), [(1395, 1410), (1215, 1200), (1200, 1200), (1350, None)])
 def test_heat_and_boost_that_stay_near_the_clock_are_not_foreign(
     read_mhz: int, wanted_mhz: int | None

@@ -216,8 +216,6 @@ def _run(shown: "Coroutine[Any, Any, T]") -> tuple[T, str]:
 def _conclude(problems: Sequence[str], busy: str) -> None:
     if problems:
         raise _end(problems, busy)
-    if busy:
-        warn(f"{busy}. The figures may be off")
 
 
 def _end(problems: Sequence[str], busy: str) -> typer.Exit:

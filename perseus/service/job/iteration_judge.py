@@ -168,14 +168,15 @@ class IterationJudge:
         """Take the clock at which another client holds a rank's GPU; return whether that has changed.
 
         It takes some seconds to show. If it held the GPU at stock and the job is profiled already, it did so
-        while stock was measured.
+        while stock was measured, unless plans have run since.
         """
         run = self._run
         was_free = run.ranks[rank].foreign_clock is None
         if not run.ranks.note_foreign_clock(rank, clock):
             return False
         was_at_stock = was_free and clock is not None and not clock.wanted_mhz
-        if was_at_stock and run.record.state is JobState.PROFILING:
+        is_first_profiling = run.record.state is JobState.PROFILING and not run.log.has_planned_since_baseline
+        if was_at_stock and is_first_profiling:
             self._refute_baseline(f"another client of the driver held the clock of {rank} at stock")
         return True
 

@@ -1,5 +1,7 @@
 """A GPU whose clock another client of the driver holds, as its agent reports it."""
 
+import pytest
+
 from perseus.service.domain.inputs import AgentLeft, BaselineRequested, TelemetryArrived
 from perseus.service.domain.model import JobState, Rank
 from perseus.service.domain.specification import Coordinates
@@ -96,6 +98,24 @@ def test_one_that_shows_only_after_the_baseline_held_the_gpu_meanwhile() -> None
     cluster.run_until(JobState.PLANNED)
     assert log.latest_baseline is not None
     assert not log.latest_baseline.is_wrong
+
+
+@pytest.mark.parametrize("has_planned", [False, True])
+def test_only_a_baseline_that_no_plan_has_followed_was_measured_meanwhile(*, has_planned: bool) -> None:
+    cluster = TruthfulCluster()
+    if has_planned:
+        cluster.plan()
+        cluster.run(10)
+        cluster.machine.run.profiler.forget()
+        cluster.machine._lifecycle.profile_more("of the test")
+    else:
+        cluster.join_all()
+        cluster.run_until(JobState.PROFILING)
+        cluster.machine.run.log.latest_baseline = None  # none of its iterations was fit for a report
+    cluster.ranks[RANK].foreign_clock = ForeignClock(705, 0)
+    cluster.run(1)
+    cluster.expect(JobState.PROFILING)
+    assert not any(period.is_wrong for period in cluster.machine.run.log.periods)
 
 
 def test_no_stock_baseline_is_measured_meanwhile() -> None:

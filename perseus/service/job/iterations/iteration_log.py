@@ -243,6 +243,14 @@ class IterationLog:
             return None
         return self.periods[-1], compared(self.periods[-1], self.latest_baseline)
 
+    @property
+    def has_planned_since_baseline(self) -> bool:
+        """Whether a period under plans follows the latest stock baseline; True without a baseline."""
+        stock = self.latest_baseline
+        return stock is None or any(
+            period.state is JobState.PLANNED and period.number > stock.number for period in self.periods
+        )
+
     def mark_disturbance(self, *, is_disturbed: bool) -> Period | None:
         """Record whether something disturbs the current baseline; return its period, if that has changed."""
         self._is_disturbed = is_disturbed

@@ -2,7 +2,7 @@
 
 Ranks on emulated GPUs sleep while these compute, and until a neighbour's message comes, so late wake-ups make
 iterations longer: two of a quarter of a millisecond are 2 % of a computation of 25 ms, and more than 2 % the
-demo's plans may not cost.
+demo's plans may not cost. What is late all the time, as on some virtual machines, is so at stock, too.
 """
 
 import os
@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
-MAX_LATE_S = 0.00025
-"""Wake-ups that are later on average make a machine too busy; on an idle one they are 0.1 to 0.15 ms late."""
+MIN_LIMIT_S, MAX_LIMIT_S = 0.00025, 0.0005
+"""Wake-ups that are later on average make a machine too busy, by what they are at its calmest: 0.1 to 0.2 ms."""
 
 _SLEEP_S = 0.01
 _SPAN_S = 10.0
@@ -54,12 +54,13 @@ class Lateness:
 
     def explain(self) -> str:
         """Return that the machine was too busy, with figures; empty if it was not."""
-        late_s = max(self._spans_s[_STARTING_COUNT:], default=0.0)
-        if late_s <= MAX_LATE_S:
+        spans_s = self._spans_s[_STARTING_COUNT:] or [0.0]
+        late_s, limit_s = max(spans_s), max(MIN_LIMIT_S, min(2 * min(spans_s), MAX_LIMIT_S))
+        if late_s <= limit_s:
             return ""
         return (
             f"this machine was too busy: for {_SPAN_S:g} s, processes woke up {1000 * late_s:.2f} ms late on "
-            f"average, expected at most {1000 * MAX_LATE_S:g} ms; its load is now "
+            f"average, expected at most {1000 * limit_s:.2f} ms; its load is now "
             f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} processors"
         )
 

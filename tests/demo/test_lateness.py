@@ -34,6 +34,20 @@ def test_late_wake_ups_make_a_machine_too_busy_also_if_it_is_idle_later() -> Non
     )
 
 
+def test_what_is_late_all_the_time_is_late_at_stock_too() -> None:
+    clock = Clock(late_s=0.0)
+    lateness = Lateness(monotonic=clock.monotonic, sleep=clock.sleep)
+    for late_s, is_busy in ((0.0, False), (0.0, False), (0.00017, False), (0.0003, False), (0.0004, True)):
+        clock.late_s = late_s
+        lateness.measure_span()
+        assert bool(lateness.explain()) == is_busy
+    clock.late_s = 0.002
+    always = Lateness(monotonic=clock.monotonic, sleep=clock.sleep)
+    for _ in range(4):
+        always.measure_span()
+    assert always.explain(), "beyond what any idle machine does"
+
+
 def test_it_ends_with_its_context() -> None:
     with Lateness() as lateness:
         pass

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 MIN_LIMIT_S, MAX_LIMIT_S = 0.00025, 0.0005
-"""Wake-ups that are later on average make a machine too busy, by what they are at its calmest: 0.1 to 0.2 ms."""
+"""Wake-ups later than a limit between these, twice the calmest ones, make a machine too busy."""
 
 _SLEEP_S = 0.01
 _SPAN_S = 10.0

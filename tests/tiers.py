@@ -37,14 +37,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow(why): takes more than a second, and `make test` leaves it out")
     config.addinivalue_line("markers", "smoke: slow, and `make test` runs it")
     config.addinivalue_line("markers", "serial: slow, and measures: `make test-serial` runs it alone")
+    config.addinivalue_line("markers", "nightly(why): CI leaves it out, and `make test-all` runs it")
     if config.getoption("times"):
         config.pluginmanager.register(_Times())
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    for marker in item.iter_markers("slow"):
+    for marker in (*item.iter_markers("slow"), *item.iter_markers("nightly")):
         if not (len(marker.args) == 1 and isinstance(marker.args[0], str) and marker.args[0]):
-            raise pytest.UsageError(f'{item.nodeid}: expected slow("why"), found slow{marker.args}')
+            name = marker.name
+            raise pytest.UsageError(f'{item.nodeid}: expected {name}("why"), found {name}{marker.args}')
 
 
 class _Times:

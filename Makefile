@@ -34,7 +34,7 @@ PARTS := grid languages prometheus slurm web
 # Every runnable module of benchmarks/ is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
-.PHONY: demo test test-times test-all test-lowest test-slow test-serial test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions test-serving \
+.PHONY: demo test test-times test-ci test-all test-lowest test-slow test-serial test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions test-serving \
   test-postgresql test-kubernetes test-dist test-images pictures torture torture-coordinator torture-fleet fuzz check bench docs metrics settings protos \
   contract dist clean $(PARTS:%=test-%) $(PARTS:%=needs-%)
 
@@ -63,23 +63,31 @@ test-lowest: $(STAMP)
 	  --resolution lowest-direct --editable '.[dev]'
 	$(PYTEST:$(BIN)/%=$(LOWEST_VENV)/bin/%) -m "smoke or not slow"
 
-# Everything, as in CI; it continues after a failing part.
-test-all:
+# What CI runs: all but the tests marked nightly. It continues after a failing part.
+test-ci:
 	$(MAKE) --keep-going test test-slow test-serial test-frameworks
 
-# The tests of Perseus itself that `make test` leaves out, and property tests with more examples. Run as root, it
-# installs missing dependencies.
+# Everything, as every night.
+test-all:
+	$(MAKE) --keep-going NIGHTLY=yes test test-slow test-serial test-frameworks
+
+# With NIGHTLY, a target runs its nightly tests, too, and property tests have more examples.
+NIGHTLY ?=
+TIER := $(if $(NIGHTLY),,and not nightly)
+
+# The tests of Perseus itself that `make test` leaves out. Run as root, it installs missing dependencies.
 test-slow: $(PARTS:%=needs-%) needs-postgresql needs-kubernetes dist
-	$(PYTEST) --hypothesis-profile=ci -m "(slow or hypothesis) and not serial"
+	$(PYTEST) $(if $(NIGHTLY),--hypothesis-profile=nightly -m "(slow or hypothesis) and not serial",-m "slow and not serial $(TIER)")
 
 # Trainings whose times and energies are measured: nothing else may use the processors meanwhile.
 test-serial: $(STAMP)
-	$(BIN)/pytest -m serial
+	$(BIN)/pytest -m "serial $(TIER)"
 
 # Real training through every framework's hook, on CPUs, with the frameworks in their own environment; writes its
 # figures to docs/frameworks.md. One at a time, as nearly all are measured.
 test-frameworks: $(FRAMEWORKS_STAMP)
-	FRAMEWORKS_RESULTS=$(FRAMEWORKS_RESULTS) $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks tests/gpu
+	FRAMEWORKS_RESULTS=$(FRAMEWORKS_RESULTS) $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks tests/gpu \
+	  $(if $(NIGHTLY),,-m "not nightly")
 	$(FRAMEWORKS_VENV)/bin/python -m tests.frameworks.case_table docs/frameworks.md
 
 # A real vLLM on CPUs with a tiny model: it loads the plug-in, and its metrics have the names that the agent reads.

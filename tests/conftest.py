@@ -25,7 +25,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # The number of examples per property depends on the run: few by default, more in `make test-all`, and many in
 # a search (--hypothesis-profile=search). Their duration depends on the machine: no test fails for that.
-for profile, max_examples in {"default": 20, "ci": 100, "search": 2_000}.items():
+for profile, max_examples in {"default": 20, "nightly": 100, "search": 2_000}.items():
     settings.register_profile(
         profile, max_examples=max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )

@@ -137,8 +137,9 @@ def test_leaks_and_shared_ports_fail_and_long_tests_are_listed(run: pytest.Pytes
     assert {line.rpartition("::")[2] for line in listed} == LONG
 
 
-@pytest.mark.parametrize("marker", ["slow", "slow()", "slow('')", "slow(3)"])
-def test_a_slow_test_has_a_reason(run: pytest.Pytester, marker: str) -> None:
+@pytest.mark.parametrize("marker", ["slow", "slow()", "slow('')", "slow(3)", "nightly"])
+def test_a_slow_or_nightly_test_has_a_reason(run: pytest.Pytester, marker: str) -> None:
     run.makepyfile(f"import pytest\n@pytest.mark.{marker}\ndef test_it(): pass")
     result = run.runpytest_inprocess("-p", "tests.tiers")
-    result.stderr.fnmatch_lines(['*expected slow("why"), found slow*'])
+    name = marker.partition("(")[0]
+    result.stderr.fnmatch_lines([f'*expected {name}("why"), found {name}*'])

@@ -1,8 +1,9 @@
-"""Two tiers: `make test` leaves out tests marked slow, and `make test-all` runs everything.
+"""Three tiers: `make test` leaves out tests marked slow, CI those marked nightly, `make test-all` none.
 
 `slow("why")` is for tests of more than a second. The one that is also marked `smoke` runs the whole loop in
-real processes, and is in both tiers. Tests also marked `serial` measure a training: they run after the
-others, when nothing else needs the processors.
+real processes, and is in every tier. `nightly("why")` is for slow tests of what another test in CI would
+mostly find as well. Tests also marked `serial` measure a training: they run after the others, when nothing
+else needs the processors.
 
 No test fails for its duration, which depends on the machine. `make test-times` (``--times``) lists the tests
 that want the marker: those that need more of the processor than a reference loop, run between tests on the

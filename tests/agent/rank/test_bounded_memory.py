@@ -5,30 +5,19 @@ from collections import deque
 from itertools import pairwise
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 
-from perseus.agent.energy.counter import CounterChange
-from perseus.agent.link.computation import Computation, Kind, Rank
-from perseus.agent.link.packets import ComputationMark, Edge, IterationMark
-from perseus.agent.rank.commands import EstimateEnergy, Send
-from perseus.agent.rank.events import Connected, Event, Heard, Tick, TrainerJoined
-from perseus.agent.rank.messages import (
-    GpuDescription,
-    Hold,
-    PlanId,
-    PlanOffer,
-    RankAccepted,
-    StageClocks,
-    Telemetry,
-)
-from perseus.agent.rank.sampling import FinishedComputation, FinishedIteration, Sampler
-from perseus.agent.rank.session import Session
-from perseus.agent.stream.telemetry import TelemetryRing
+import pytest
 
-RANK = Rank("job", 0, 0, 0)
-ORDER = (Computation(Kind.FORWARD, 0), Computation(Kind.BACKWARD, 0))
-GPU = GpuDescription("GPU-a", "A40", (1400, 1000, 800))
+from perseus.agent.energy.counter import CounterChange
+from perseus.agent.rank.commands import Command, EstimateEnergy
+from perseus.agent.rank.events import Event, Heard
+from perseus.agent.rank.messages import Hold, PlanId, PlanOffer
+from perseus.agent.rank.sampling import FinishedComputation, FinishedIteration, Sampler
+from perseus.agent.stream.telemetry import TelemetryRing
+from tests.agent.rank.bench import B0, F0, RANK, TICK, Bench, begin, end, stage, telemetry
+
+ORDER = (F0, B0)
 YEAR_S = 365 * 86_400.0
 ITERATION_S = 3 * 3600.0
-LEASE_S = 1e9
 _SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 
 
@@ -45,83 +34,57 @@ def object_count(root: object) -> int:
     return len(seen)
 
 
-class Year:
+class Year(Bench):
     """One rank whose telemetry is never acknowledged; the counter moves, or not."""
 
     def __init__(self, *, has_counter: bool) -> None:
-        self.session = Session(RANK, GPU, is_registered=True)
+        super().__init__(ORDER, lease_s=1e9)
         self.ring = TelemetryRing(capacity=64)
-        self.now_s = 100.0
-        self.iteration = 0
+        self.accepted()
         self._has_counter = has_counter
-        for event in (TrainerJoined(), Connected(LEASE_S), RankAccepted(RANK, ORDER)):
-            self._do(event)
 
     def go_on(self, duration_s: float) -> None:
         until_s = self.now_s + duration_s
         while self.now_s < until_s:
-            if self.iteration in (0, 100):
-                self._offer()
-            self._iterate()
+            number = self.iteration + 1
+            if number in (0, 100):  # a clock to hold, and then a plan that stays in force
+                clocks = stage(1400, 800, order=ORDER) if number else Hold(1000)
+                self.do(PlanOffer(RANK, PlanId("e", 1 + number), number + 1, 1e9, clocks))
+            self.do(begin(number))
+            for computation in ORDER:
+                self._pass(1.0)
+                self.do(begin(computation))
+                self._pass(ITERATION_S / 3)
+                self.do(end(computation))
+            self.do(end(number))
+            self._pass(ITERATION_S / 3)
 
     def size(self) -> int:
         return object_count(self.session) + object_count(self.ring)
 
-    def _offer(self) -> None:
-        """A clock to hold at first, and then a plan that stays in force for the rest of the year."""
-        clocks: Hold | StageClocks = Hold(1000) if not self.iteration else StageClocks(ORDER, (1400, 800))
-        self._do(PlanOffer(RANK, PlanId("e", 1 + self.iteration), self.iteration + 1, LEASE_S, clocks))
-
-    def _iterate(self) -> None:
-        number = self.iteration
-        self._mark(IterationMark(Edge.BEGIN, number, self._now_ns()))
-        for ordinal, computation in enumerate(ORDER):
-            self._pass(1.0)
-            self._mark(ComputationMark(Edge.BEGIN, number, ordinal, computation, self._now_ns()))
-            self._pass(ITERATION_S / 3)
-            self._mark(ComputationMark(Edge.END, number, ordinal, computation, self._now_ns()))
-        self._mark(IterationMark(Edge.END, number, self._now_ns()))
-        self._pass(ITERATION_S / 3)
-        self.iteration += 1
-
     def _pass(self, duration_s: float) -> None:
         self.now_s += duration_s
         if self._has_counter:
-            self._do(CounterChange(self.now_s, 100.0 * self.now_s, 0.002))
-        self._do(Heard())
-        self._do(Tick())
+            self.do(CounterChange(self.now_s, 100.0 * self.now_s, 0.002))
+        self.do(Heard(), TICK)
 
-    def _mark(self, mark: IterationMark | ComputationMark) -> None:
-        self._do(mark)
-
-    def _do(self, event: Event) -> None:
-        for command in self.session.handle(event, self.now_s):
-            match command:
-                case Send(Telemetry() as telemetry):
-                    self.ring.append(telemetry)
-                case EstimateEnergy(request):
-                    assert len(request.iterations) < 1000
-                case _:
-                    pass
-
-    def _now_ns(self) -> int:
-        return int(self.now_s * 1e9)
+    def _handle(self, event: Event) -> list[Command]:
+        commands = self.session.handle(event, self.now_s)
+        for message in telemetry(commands):
+            self.ring.append(message)
+        estimates = [command for command in commands if isinstance(command, EstimateEnergy)]
+        assert all(len(each.request.iterations) < 1000 for each in estimates)
+        return commands
 
 
-def check_flat(year: Year) -> None:
+@pytest.mark.parametrize("has_counter", [True, False])
+def test_a_year_of_iterations_keeps_memory_flat(has_counter: bool) -> None:
+    year = Year(has_counter=has_counter)
     year.go_on(YEAR_S / 12)
     after_a_month = year.size()
     year.go_on(YEAR_S * 11 / 12)
     assert year.iteration > 2_900
     assert year.size() < 1.2 * after_a_month
-
-
-def test_a_year_of_iterations_keeps_memory_flat() -> None:
-    check_flat(Year(has_counter=True))
-
-
-def test_a_year_without_an_energy_counter_does_so_too() -> None:
-    check_flat(Year(has_counter=False))
 
 
 def finished(number: int, computation_count: int) -> FinishedIteration:

@@ -1,146 +1,295 @@
-"""The clocks that a session sets, and when, by exact command lists."""
+"""The clocks that a session sets, and when, by exact lists of commands.
+
+Its maximum clock replaces stock where nothing is planned, and limits held clocks.
+"""
 
 import pytest
 
 from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
 from perseus.agent.link.computation import Computation, Kind
-from perseus.agent.link.packets import Edge
+from perseus.agent.link.packets import Finish
 from perseus.agent.rank.commands import Command
-from perseus.agent.rank.events import Heard, Tick, TrainerGone
-from perseus.agent.rank.messages import Hold, Stock
+from perseus.agent.rank.events import (
+    AgentStops,
+    Connected,
+    Disconnected,
+    Event,
+    GpuFailed,
+    Heard,
+    Tick,
+    TrainerGone,
+)
+from perseus.agent.rank.messages import Hold, MaxClock, PlanId, RankAccepted, RankRefused, StageClocks, Stock
 from tests.agent.rank.bench import (
     B0,
     B1,
     F0,
     F1,
+    LEASE_S,
     ORDER,
+    RANK,
     STEP,
+    After,
     Bench,
+    Run,
+    Script,
+    begin,
     counted,
-    idle_from,
+    end,
+    idle_at,
     in_force,
+    joined,
+    limit,
+    offer,
     stage,
     telemetry,
 )
 
+STEADY = stage(1000, 1000, 800, 800)
+PLAN = stage(1400, 1200, 1400, 1200)
+UNDER_A_MAX_CLOCK: Script = [(limit(1000), [SetClock(1000)]), offer(1, 0, PLAN)]
 
-def test_raises_come_early_and_lowers_at_the_end(bench: Bench) -> None:
-    bench.offer(1, 0, stage(1000, 1200, 800, 1400))
-    assert bench.iteration(Edge.BEGIN, 0) == [in_force(1, 0), SetClock(1000)]
-    assert bench.mark(Edge.BEGIN, 0, F0) == [SetClock(1200)], "F1 is faster"
-    assert bench.mark(Edge.END, 0, F0) == []
-    assert bench.mark(Edge.BEGIN, 0, F1) == [], "B0 is slower"
-    assert bench.mark(Edge.END, 0, F1) == [SetClock(800)]
-    assert bench.mark(Edge.BEGIN, 0, B0) == [SetClock(1400)], "B1 is faster"
-    assert bench.mark(Edge.END, 0, B0) == []
-    assert bench.mark(Edge.BEGIN, 0, B1) == [], "the next iteration's F0 is slower"
-    assert bench.mark(Edge.END, 0, B1) == [idle_from(bench)], "and may be long in coming"
-    assert bench.iteration(Edge.END, 0) == []
-    assert bench.iteration(Edge.BEGIN, 1) == [SetClock(1000)]
+SCRIPTS: dict[str, Script] = {
+    "raises come early and lowers at the end": [
+        offer(1, 0, stage(1000, 1200, 800, 1400)),
+        (begin(0), [in_force(1, 0), SetClock(1000)]),
+        (begin(F0), [SetClock(1200)]),  # F1 is faster
+        (end(F0), []),
+        (begin(F1), []),  # B0 is slower
+        (end(F1), [SetClock(800)]),
+        (begin(B0), [SetClock(1400)]),  # B1 is faster
+        (end(B0), []),
+        (begin(B1), []),  # the next iteration's F0 is slower
+        (end(B1), [idle_at(100.08)]),  # and may be long in coming
+        (end(0), []),
+        (begin(1), [SetClock(1000)]),
+    ],
+    "the next plan counts from the last computation on": [
+        offer(1, 0, stage(1000, 1000, 1000, 1000)),
+        offer(2, 1, stage(1400, 800, 800, 800)),
+        (begin(0), []),
+        offer(1, 1, stage(1000, 1000, 1000, 1000)),
+        Run(1),
+        offer(2, 3, stage(1400, 800, 800, 800)),
+        (Run(2), [SetClock(1000), SetClock(1400), idle_at(101.68)]),
+        (begin(3), [in_force(2, 3), SetClock(1400)]),
+    ],
+    "back to stock is a raise": [
+        offer(1, 0, Hold(800)),
+        Run(0),
+        offer(2, 2, Stock()),
+        begin(1),
+        *[(mark, []) for computation in ORDER[:-1] for mark in (begin(computation), end(computation))],
+        (begin(B1), [ResetClock()]),
+        (end(B1), []),
+        end(1),
+        (begin(2), [in_force(2, 2)]),
+    ],
+    "a deviating iteration runs at stock until the next": [
+        offer(1, 0, STEADY),
+        Run(0),
+        (begin(1), [SetClock(1000)]),
+        (begin(B0, ordinal=0), [ResetClock()]),
+        (end(B0, ordinal=0), []),
+        (begin(F0, ordinal=1), []),
+        end(1),
+        (begin(2), [SetClock(1000)]),
+    ],
+    "lost marks leave the clocks right": [
+        offer(1, 0, stage(1000, 1200, 800, 1400)),
+        begin(0),
+        begin(F0),
+        # F0's end and all of F1 are lost.
+        (begin(B0), [SetClock(1400)]),
+        # B0's end and B1's begin are lost.
+        (end(B1), [idle_at(100.08)]),
+    ],
+    "marks of another iteration are ignored": [
+        offer(1, 0, STEADY),
+        Run(3),
+        (begin(F1, iteration=2), []),
+        (begin(2), []),
+        (end(F1, iteration=2), []),
+        (end(2), []),
+    ],
+    # --- The maximum clock --------------------------------------------------------------------------------
+    "offered stock is at the maximum clock": [
+        limit(1000),
+        offer(1, 0, Stock()),
+        (begin(0), [in_force(1, 0)]),
+        begin(F0),
+        (limit(800), [SetClock(800)]),
+    ],
+    "held clocks are limited and restored": [
+        offer(1, 0, Hold(1200)),
+        begin(0),
+        begin(F0),
+        (limit(1000), [SetClock(1000)]),
+        (limit(1400), [SetClock(1200)]),
+        (limit(None), []),
+    ],
+    "an iteration that leaves its order falls back to the maximum clock": [
+        *UNDER_A_MAX_CLOCK,
+        (begin(0), [in_force(1, 0), SetClock(1400)]),
+        (begin(B0, ordinal=0), [SetClock(1000)]),
+    ],
+    "a rank that is refused or joins again has the maximum clock that comes with the answer": [
+        limit(1000),
+        (Disconnected(), []),  # the lease runs
+        Connected(LEASE_S),
+        (RankAccepted(RANK, ORDER, MaxClock(800)), [SetClock(800)]),
+        (RankAccepted(RANK, ORDER), [ResetClock()]),
+        (RankRefused(RANK, "JOB_QUARANTINED", "", MaxClock(800)), [SetClock(800)]),
+        (RankRefused(RANK, "JOB_NOT_FOUND", ""), [ResetClock()]),
+    ],
+    "another order runs at the maximum clock of its answer": [
+        (RankAccepted(RANK, (F0, F1), MaxClock(1000)), [SetClock(1000)]),
+        (begin(0), []),
+        (begin(F0), []),
+    ],
+    "the maximum clock ends with the lease and so does the plan": [
+        *UNDER_A_MAX_CLOCK,
+        begin(0),
+        begin(F0),
+        (After(LEASE_S + 0.1), [ResetClock(), in_force(0, 1)]),
+    ],
+    "the maximum clock ends with the lease without a plan too": [
+        limit(1000),
+        (After(LEASE_S - 0.1), []),
+        (After(0.2), [ResetClock()]),
+    ],
+    "a maximum clock that outlasts the lease keeps the plan with it": [
+        limit(1000, outlasts_lease=True),
+        offer(1, 0, PLAN),
+        begin(0),
+        Disconnected(),
+        After(10 * LEASE_S),
+        (begin(1), [SetClock(1400)]),
+        (Connected(LEASE_S), [joined(1, PlanId("e", 1))]),
+    ],
+}
 
 
-def test_even_a_rare_evaluation_between_iterations_runs_at_stock(bench: Bench) -> None:
-    bench.offer(1, 0, stage(1000, 1200, 800, 1000))
-    for number in range(8):
-        assert ResetClock() not in bench.run(number, duration_s=0.03), "usual gaps are short"
-        bench.do(Heard())
-    bench.now_s += 5.0
-    assert bench.iteration(Edge.BEGIN, 8) == [SetClock(1000)], "it was reset 80 ms after the end"
-    assert ResetClock() not in bench.run(8, duration_s=0.03), "and this changes nothing"
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_clocks(bench: Bench, script: Script) -> None:
+    bench.follow(script)
 
 
-def test_a_hung_trainer_goes_to_stock_and_is_resumed(bench: Bench) -> None:
-    bench.offer(1, 0, stage(1000, 1000, 800, 800))
-    for number in range(3):
-        bench.run(number)
-        bench.do(Heard())
-    bench.iteration(Edge.BEGIN, 3)
-    bench.mark(Edge.BEGIN, 3, F0)
-    assert ResetClock() not in bench.after(0.9, Tick())
-    assert ResetClock() in bench.after(0.2, Tick())
-    bench.after(60.0, Heard())
-    assert bench.do(Tick()) == [], "once, and the plan stays in force"
-    assert bench.mark(Edge.END, 3, F0) == [SetClock(1000)]
+MIXED = (F0, STEP, B0, Computation(Kind.FIXED, 1))
+OWN_ORDERS: dict[str, tuple[tuple[Computation, ...], Script]] = {
+    "fixed computations have no clock of their own": (
+        MIXED,
+        [
+            offer(1, 0, stage(1000, 0, 800, 0, order=MIXED)),
+            (begin(0), [in_force(1, 0), SetClock(1000)]),
+            (begin(F0), []),
+            (end(F0), [SetClock(800)]),  # the step may run at the clock that comes next
+            (begin(STEP), []),
+            (end(STEP), []),
+            (begin(B0), [SetClock(1000)]),
+        ],
+    ),
+    "a plan of fixed computations is stock": (
+        (STEP,),
+        [offer(1, 0, stage(0, order=(STEP,))), (Run(0), [in_force(1, 0)])],
+    ),
+    "fixed computations of a plan without others are at the maximum clock": (
+        (STEP,),
+        [offer(1, 0, stage(0, order=(STEP,))), begin(0), begin(STEP), (limit(1000), [SetClock(1000)])],
+    ),
+}
 
 
-def test_the_next_plan_counts_from_the_last_computation_on(bench: Bench) -> None:
-    bench.offer(1, 0, stage(1000, 1000, 1000, 1000))
-    bench.offer(2, 1, stage(1400, 800, 800, 800))
-    assert bench.iteration(Edge.BEGIN, 0) == []
-    bench.offer(1, 1, stage(1000, 1000, 1000, 1000))
-    bench.run(1)
-    bench.offer(2, 3, stage(1400, 800, 800, 800))
-    assert bench.run(2) == [SetClock(1000), SetClock(1400), idle_from(bench)]
-    assert bench.iteration(Edge.BEGIN, 3) == [in_force(2, 3), SetClock(1400)]
-
-
-def test_back_to_stock_is_a_raise(bench: Bench) -> None:
-    bench.offer(1, 0, Hold(800))
-    bench.run(0)
-    bench.offer(2, 2, Stock())
-    bench.iteration(Edge.BEGIN, 1)
-    for computation in ORDER[:-1]:
-        assert bench.mark(Edge.BEGIN, 1, computation) == []
-        assert bench.mark(Edge.END, 1, computation) == []
-    assert bench.mark(Edge.BEGIN, 1, B1) == [ResetClock()]
-    assert bench.mark(Edge.END, 1, B1) == []
-    bench.iteration(Edge.END, 1)
-    assert bench.iteration(Edge.BEGIN, 2) == [in_force(2, 2)]
-
-
-def test_fixed_computations_have_no_clock_of_their_own() -> None:
-    order = (F0, STEP, B0, Computation(Kind.FIXED, 1))
-    bench = Bench(order).accepted()
-    bench.offer(1, 0, stage(1000, 0, 800, 0, order=order))
-    assert bench.iteration(Edge.BEGIN, 0) == [in_force(1, 0), SetClock(1000)]
-    assert bench.mark(Edge.BEGIN, 0, F0) == []
-    assert bench.mark(Edge.END, 0, F0) == [SetClock(800)], "the step may run at the clock that comes next"
-    assert bench.mark(Edge.BEGIN, 0, STEP) == []
-    assert bench.mark(Edge.END, 0, STEP) == []
-    assert bench.mark(Edge.BEGIN, 0, B0) == [SetClock(1000)]
-
-
-def test_a_plan_of_fixed_computations_is_stock() -> None:
-    bench = Bench((STEP,)).accepted()
-    bench.offer(1, 0, stage(0, order=(STEP,)))
-    assert bench.run(0) == [in_force(1, 0)]
-
-
-def test_a_deviating_iteration_runs_at_stock_until_the_next(bench: Bench) -> None:
-    bench.offer(1, 0, stage(1000, 1000, 800, 800))
-    bench.run(0)
-    assert bench.iteration(Edge.BEGIN, 1) == [SetClock(1000)]
-    assert bench.mark(Edge.BEGIN, 1, B0, ordinal=0) == [ResetClock()]
-    assert bench.mark(Edge.END, 1, B0, ordinal=0) == []
-    assert bench.mark(Edge.BEGIN, 1, F0, ordinal=1) == []
-    bench.iteration(Edge.END, 1)
-    assert bench.iteration(Edge.BEGIN, 2) == [SetClock(1000)]
-
-
-def other_iteration(bench: Bench, number: int) -> list[Command]:
-    """One with half the computations."""
-    commands = bench.iteration(Edge.BEGIN, number)
-    for ordinal, computation in enumerate((F0, B0)):
-        for edge in (Edge.BEGIN, Edge.END):
-            bench.now_s += 0.1
-            commands += bench.mark(edge, number, computation, ordinal=ordinal)
-    bench.now_s += 0.1
-    return commands + bench.iteration(Edge.END, number)
+@pytest.mark.parametrize(("order", "script"), OWN_ORDERS.values(), ids=OWN_ORDERS)
+def test_fixed_computations(order: tuple[Computation, ...], script: Script) -> None:
+    Bench(order).accepted().follow(script)
 
 
 def clocks_of(commands: list[Command]) -> list[Command]:
-    return [command for command in commands if isinstance(command, SetClock | ResetClock)]
+    return [command for command in commands if isinstance(command, SetClock | ResetClock | ScheduleClock)]
+
+
+def test_even_a_rare_evaluation_between_iterations_runs_at_stock(bench: Bench) -> None:
+    bench.do(offer(1, 0, stage(1000, 1200, 800, 1000)))
+    for number in range(8):
+        assert ResetClock() not in bench.do(Run(number, 0.03)), "usual gaps are short"
+        bench.do(Heard())
+    bench.now_s += 5.0
+    assert bench.do(begin(8)) == [SetClock(1000)], "it was reset 80 ms after the end"
+    assert ResetClock() not in bench.do(Run(8, 0.03)), "and this changes nothing"
+
+
+def train(bench: Bench, count: int) -> None:
+    for number in range(count):
+        bench.do(Run(number), Heard())
+
+
+def test_a_hung_trainer_goes_to_stock_and_is_resumed(bench: Bench) -> None:
+    bench.do(offer(1, 0, STEADY))
+    train(bench, 3)
+    bench.do(begin(3), begin(F0))
+    assert ResetClock() not in bench.do(After(0.9))
+    assert ResetClock() in bench.do(After(0.2))
+    bench.do(After(60.0, Heard()))
+    assert bench.do(Tick()) == [], "once, and the plan stays in force"
+    assert bench.do(end(F0)) == [SetClock(1000)]
+
+
+def test_a_hung_trainer_goes_to_the_maximum_clock(bench: Bench) -> None:
+    bench.do(limit(800), offer(1, 0, stage(1400, 1400, 1200, 1200)))
+    train(bench, 3)
+    bench.do(begin(3), begin(F0), After(0.9))
+    assert SetClock(800) in bench.do(After(0.3))
+
+
+def test_a_trainer_that_hangs_before_a_scheduled_raise_goes_to_the_maximum_clock(bench: Bench) -> None:
+    """Its computation was at the maximum clock; the raise came by itself."""
+    bench.do(limit(800), offer(1, 0, stage(800, 1400, 800, 1400)))
+    train(bench, 4)
+    bench.do(begin(4), begin(F0))
+    scheduled = clocks_of(bench.do(After(0.1, Heard()), end(F0)))
+    assert any(isinstance(some, ScheduleClock) and some.clock_mhz == 1400 for some in scheduled)
+    bench.do(After(1.0, Heard()))
+    assert SetClock(800) in bench.do(After(1.0))
+
+
+def test_a_gap_that_turns_out_long_passes_at_the_maximum_clock(bench: Bench) -> None:
+    bench.do(limit(1000), offer(1, 0, PLAN))
+    (*_, idle) = clocks_of(bench.do(Run(0)))
+    assert idle == ScheduleClock(1000, pytest.approx(bench.now_s + 0.08))  # type: ignore[arg-type]
+    assert SetClock(1400) in bench.do(begin(1))
+
+
+def test_a_usual_gap_passes_at_the_next_clock_because_a_raise_would_be_late(bench: Bench) -> None:
+    bench.do(limit(1000), offer(1, 0, stage(1400, 1400, 1400, 1400)))
+    for number in range(4):
+        commands = clocks_of(bench.do(Run(number)))
+        bench.do(Heard())
+        bench.now_s += 0.2
+    assert SetClock(1000) not in commands
+    assert isinstance(commands[-1], ScheduleClock)
+    assert commands[-1].at_s > bench.now_s, "a gap that is longer than usual passes at the maximum clock"
+
+
+def irregular(bench: Bench, number: int, *computations: Computation) -> list[Command]:
+    """An iteration of these computations only."""
+    commands = bench.do(begin(number))
+    for ordinal, computation in enumerate(computations):
+        for mark in (begin, end):
+            bench.now_s += 0.1
+            commands += bench.do(mark(computation, ordinal=ordinal))
+    bench.now_s += 0.1
+    return commands + bench.do(end(number))
 
 
 def test_after_two_irregular_iterations_they_run_at_stock_until_a_regular_one(bench: Bench) -> None:
     counted(bench, 0.0)
-    bench.offer(1, 0, stage(1000, 1000, 800, 800))
-    bench.run(0)
+    bench.do(offer(1, 0, STEADY), Run(0))
     for number in (1, 2):
-        assert SetClock(1000) in other_iteration(bench, number), "it begins as planned"
-    assert clocks_of(other_iteration(bench, 3)) == []
-    assert clocks_of(bench.run(4)) == [], "it was not known that it would be regular"
-    assert clocks_of(bench.iteration(Edge.BEGIN, 5)) == [SetClock(1000)]
+        assert SetClock(1000) in irregular(bench, number, F0, B0), "it begins as planned"
+    assert clocks_of(irregular(bench, 3, F0, B0)) == []
+    assert clocks_of(bench.do(Run(4))) == [], "it was not known that it would be regular"
+    assert clocks_of(bench.do(begin(5))) == [SetClock(1000)]
     bench.now_s += 0.1
     (*_, message) = telemetry(counted(bench, 60.0))
     reported = {row.iteration: row.is_regular for row in message.iterations}
@@ -149,57 +298,64 @@ def test_after_two_irregular_iterations_they_run_at_stock_until_a_regular_one(be
 
 
 def test_shorter_iterations_differ_too(bench: Bench) -> None:
-    bench.offer(1, 0, Hold(1000))
-    for number in range(3):
-        begun = bench.iteration(Edge.BEGIN, number)
-        bench.now_s += 0.1
-        bench.mark(Edge.BEGIN, number, F0)
-        bench.now_s += 0.1
-        bench.mark(Edge.END, number, F0)
-        bench.iteration(Edge.END, number)
-    assert ResetClock() in begun
+    bench.do(offer(1, 0, Hold(1000)))
+    irregular(bench, 0, F0)
+    irregular(bench, 1, F0)
+    assert ResetClock() in bench.do(begin(2))
 
 
 @pytest.mark.parametrize("computation", [Computation(Kind.FORWARD, 7), Computation(Kind.FORWARD, 0, 1)])
 def test_an_unknown_computation_is_a_deviation(bench: Bench, computation: Computation) -> None:
-    bench.offer(1, 0, Hold(1000))
-    bench.iteration(Edge.BEGIN, 0)
-    assert bench.mark(Edge.BEGIN, 0, computation, ordinal=0) == [ResetClock()]
-
-
-def test_lost_marks_leave_the_clocks_right(bench: Bench) -> None:
-    bench.offer(1, 0, stage(1000, 1200, 800, 1400))
-    bench.iteration(Edge.BEGIN, 0)
-    bench.mark(Edge.BEGIN, 0, F0)
-    # F0's end and all of F1 are lost.
-    assert bench.mark(Edge.BEGIN, 0, B0) == [SetClock(1400)]
-    # B0's end and B1's begin are lost.
-    assert bench.mark(Edge.END, 0, B1) == [idle_from(bench)]
-
-
-def test_marks_of_another_iteration_are_ignored(bench: Bench) -> None:
-    bench.offer(1, 0, stage(1000, 1000, 800, 800))
-    bench.run(3)
-    for edge in Edge:
-        assert bench.mark(edge, 2, F1) == []
-        assert bench.iteration(edge, 2) == []
+    bench.do(offer(1, 0, Hold(1000)), begin(0))
+    assert bench.do(begin(computation, ordinal=0)) == [ResetClock()]
 
 
 def test_under_a_known_plan_raises_are_scheduled(bench: Bench) -> None:
-    bench.offer(1, 0, stage(1000, 1000, 1400, 1400))
+    bench.do(offer(1, 0, stage(1000, 1000, 1400, 1400)))
     for _ in range(64):
         bench.do(ClockSet(1400, 1.010, 1.0, 1.0))
-    for number in range(3):
-        bench.run(number)
-    bench.iteration(Edge.BEGIN, 3)
+    bench.do(Run(0), Run(1), Run(2), begin(3))
     begun_s = bench.now_s
     bench.now_s += 0.1
-    bench.mark(Edge.BEGIN, 3, F0)
+    bench.do(begin(F0))
     bench.now_s += 0.1
-    assert bench.mark(Edge.END, 3, F0) == []
+    assert bench.do(end(F0)) == []
     bench.now_s += 0.1
-    assert bench.mark(Edge.BEGIN, 3, F1) == [], "the wait after it is longer than the lead"
+    assert bench.do(begin(F1)) == [], "the wait after it is longer than the lead"
     bench.now_s += 0.1
-    (command,) = bench.mark(Edge.END, 3, F1)
+    (command,) = bench.do(end(F1))
     assert command == ScheduleClock(1400, pytest.approx(begun_s + 0.5 - 0.010, abs=0.0005))  # type: ignore[arg-type]
     assert bench.do(TrainerGone())[0] == ResetClock(), "in place of what is scheduled"
+
+
+@pytest.mark.parametrize(("max_clock_mhz", "clock_mhz"), [(1000, 1000), (1199, 1000), (5000, 1400), (1, 800)])
+def test_a_rank_without_a_plan_runs_at_its_highest_clock_within_the_maximum_clock(
+    bench: Bench, max_clock_mhz: int, clock_mhz: int
+) -> None:
+    assert bench.do(limit(max_clock_mhz)) == [SetClock(clock_mhz)]
+    assert clocks_of(bench.do(Run(0))) == []
+    assert bench.do(limit(None)) == [ResetClock()]
+
+
+@pytest.mark.parametrize(
+    ("clocks", "commands", "has_clock_change"),
+    [(None, [SetClock(1000)], True), (PLAN, [], False)],
+    ids=["at stock it applies and voids the measurements", "of a stage plan it changes nothing"],
+)
+def test_a_maximum_clock_during_an_iteration(
+    bench: Bench, clocks: StageClocks | None, commands: list[Command], has_clock_change: bool
+) -> None:
+    counted(bench, 0.0)
+    bench.do(Run(0), *([offer(1, 1, clocks)] if clocks else []), begin(1), begin(F0))
+    assert bench.do(limit(1000)) == commands
+    bench.now_s += 0.1
+    bench.do(end(F0), end(1))
+    bench.now_s += 0.05
+    rows = [row for each in telemetry(counted(bench, 100.0)) for row in each.iterations]
+    assert [(row.iteration, row.has_clock_change) for row in rows] == [(0, False), (1, has_clock_change)]
+
+
+@pytest.mark.parametrize("event", [Finish(0), TrainerGone(), AgentStops(), GpuFailed("lost")], ids=str)
+def test_a_gpu_that_is_no_longer_served_ends_at_stock(bench: Bench, event: Event) -> None:
+    bench.do(limit(1000, outlasts_lease=True))
+    assert ResetClock() in bench.do(event)

@@ -7,30 +7,29 @@ import pytest
 from perseus.agent.clocks.foreign import ForeignClock
 from perseus.agent.clocks.sets import RepeatSet
 from perseus.agent.energy.counter import CounterChange
-from perseus.agent.link.packets import Edge
 from perseus.agent.rank.commands import Command
 from perseus.agent.rank.messages import Hold
-from tests.agent.rank.bench import RANK, Bench, clock_set, telemetry
+from tests.agent.rank.bench import RANK, Bench, begin, clock_set, end, offer, telemetry
 
 
 def run(bench: Bench, first: int, count: int, read_mhz: int) -> list[Command]:
     """Run iterations of 0.8 s, with a clock read in the middle of each computation."""
     commands: list[Command] = []
     for number in range(first, first + count):
-        commands += bench.iteration(Edge.BEGIN, number)
+        commands += bench.do(begin(number))
         for computation in bench.order:
-            commands += bench.mark(Edge.BEGIN, number, computation)
+            commands += bench.do(begin(computation))
             bench.now_s += 0.1
             change = CounterChange(bench.now_s, bench.now_s, 0.002, 0, 0, read_mhz, bench.now_s + 0.01)
             commands += bench.do(change)
             bench.now_s += 0.1
-            commands += bench.mark(Edge.END, number, computation)
-        commands += bench.iteration(Edge.END, number)
+            commands += bench.do(end(computation))
+        commands += bench.do(end(number))
     return commands
 
 
 def on_hold(bench: Bench) -> Bench:
-    bench.offer(1, 0, Hold(1000))
+    bench.do(offer(1, 0, Hold(1000)))
     bench.do(clock_set(1000, bench.now_s))
     return bench
 
@@ -74,17 +73,17 @@ def test_a_clock_read_in_a_gap_or_around_a_set_proves_nothing(bench: Bench) -> N
     on_hold(bench)
     commands: list[Command] = []
     for number in range(20):
-        commands += bench.iteration(Edge.BEGIN, number)
+        commands += bench.do(begin(number))
         for computation in bench.order:
             bench.now_s += 0.1
             commands += bench.do(CounterChange(bench.now_s, bench.now_s, 0.002, 0, 0, 800, bench.now_s))
             bench.now_s += 0.01
-            commands += bench.mark(Edge.BEGIN, number, computation)
+            commands += bench.do(begin(computation))
             bench.now_s += 0.05
             commands += bench.do(clock_set(1000, bench.now_s))
             bench.now_s += 0.04
             commands += bench.do(CounterChange(bench.now_s, bench.now_s, 0.002, 0, 0, 800, bench.now_s))
             bench.now_s += 0.1
-            commands += bench.mark(Edge.END, number, computation)
-        commands += bench.iteration(Edge.END, number)
+            commands += bench.do(end(computation))
+        commands += bench.do(end(number))
     assert {each.foreign_clock for each in telemetry(commands)} == {None}

@@ -7,17 +7,33 @@ from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation
 from perseus.agent.link.packets import Edge, IterationMark, WaitMark
 from perseus.agent.rank.commands import Command, Send
-from perseus.agent.rank.events import Connected, Disconnected, Tick
+from perseus.agent.rank.events import Connected, Disconnected
 from perseus.agent.rank.messages import ComputationRow, GpuLimits, Hold, IterationRow, Stock
 from perseus.agent.rank.recorder import COUNTER_WAIT_S
 from perseus.v1 import agent_service_pb2 as wire
-from tests.agent.rank.bench import B1, F1, LEASE_S, ORDER, RANK, Bench, clock_set, counted, telemetry
+from tests.agent.rank.bench import (
+    B1,
+    F1,
+    LEASE_S,
+    ORDER,
+    RANK,
+    After,
+    Bench,
+    Mark,
+    Run,
+    begin,
+    clock_set,
+    counted,
+    end,
+    offer,
+    telemetry,
+)
 
 
 def test_an_iteration_becomes_telemetry_when_the_counter_has_passed_its_end(bench: Bench) -> None:
     counted(bench, 0.0)  # at 100 s; 100 W from here on
     bench.do(clock_set(1000, bench.now_s + 0.45))  # between F1 and B0
-    assert bench.run(0) == []
+    assert bench.do(Run(0)) == []
     bench.now_s += 0.05
     (message,) = telemetry(counted(bench, 85.0))
     assert message.rank == RANK
@@ -40,15 +56,15 @@ def test_an_iteration_becomes_telemetry_when_the_counter_has_passed_its_end(benc
 
 def run_with_waits(bench: Bench, *edges: Edge) -> list[Command]:
     """An iteration whose first computation computes for 0.1 s before each of these marks and at its end."""
-    bench.iteration(Edge.BEGIN, 0)
+    bench.do(begin(0))
     for computation in ORDER:
-        bench.mark(Edge.BEGIN, 0, computation)
+        bench.do(begin(computation))
         for edge in edges if computation == ORDER[0] else ():
             bench.now_s += 0.1
-            bench.do(WaitMark(edge, 0, int(bench.now_s * 1e9)))
+            bench.do(WaitMark(edge, 0, bench.now_ns))
         bench.now_s += 0.1
-        bench.mark(Edge.END, 0, computation)
-    bench.iteration(Edge.END, 0)
+        bench.do(end(computation))
+    bench.do(end(0))
     bench.now_s += 0.05
     return counted(bench, 85.0)
 
@@ -64,20 +80,19 @@ def test_a_computations_waits_for_others_do_not_count_as_its_time(bench: Bench) 
 
 @pytest.mark.parametrize(
     "edges",
-    [[Edge.BEGIN], [Edge.END], [Edge.BEGIN, Edge.BEGIN, Edge.END], [Edge.BEGIN, Edge.END, Edge.END]],
-    ids=str,
+    [
+        pytest.param([Edge.BEGIN], id="without an end"),
+        pytest.param([Edge.END], id="without a begin"),
+        pytest.param([Edge.BEGIN, Edge.BEGIN, Edge.END], id="with two begins"),
+        pytest.param([Edge.BEGIN, Edge.END, Edge.END], id="with two ends"),
+        pytest.param([Edge.BEGIN, Edge.END] * 5000, id="endless, which is bounded"),
+    ],
 )
-def test_a_computation_that_has_lost_a_mark_of_a_wait_is_no_sample(bench: Bench, edges: list[Edge]) -> None:
+def test_a_computation_with_such_waits_is_no_sample(bench: Bench, edges: list[Edge]) -> None:
     counted(bench, 0.0)
     (message,) = telemetry(run_with_waits(bench, *edges))
     assert [row.computation for row in message.computations] == list(ORDER[1:])
     assert not message.iterations[0].is_regular
-
-
-def test_a_computation_of_endless_waits_is_bounded_and_no_sample(bench: Bench) -> None:
-    counted(bench, 0.0)
-    (message,) = telemetry(run_with_waits(bench, *[Edge.BEGIN, Edge.END] * 5000))
-    assert [row.computation for row in message.computations] == list(ORDER[1:])
 
 
 def gaps(commands: list[Command]) -> list[tuple[float, float, float]]:
@@ -90,42 +105,40 @@ def gaps(commands: list[Command]) -> list[tuple[float, float, float]]:
 
 def test_gaps_between_iterations_are_measured(bench: Bench) -> None:
     counted(bench, 0.0)  # at 100 s; 100 W from here on
-    bench.run(0)  # until 100.8 s
+    bench.do(Run(0))  # until 100.8 s
     bench.do(clock_set(1000, bench.now_s + 0.1))
     bench.do(clock_set(1200, bench.now_s + 0.3))
     bench.do(ClockSet(None, bench.now_s + 0.5, bench.now_s + 0.49, bench.now_s + 0.49))
     bench.now_s += 0.1
     assert gaps(counted(bench, 90.0)) == [(0.0, 0.0, 0.0)], "the time before the first is unknown"
     bench.now_s += 59.9
-    bench.run(1)
+    bench.do(Run(1))
     bench.now_s += 0.1
     slowed_s = 0.2 * (1 - 1000 / 1400) + 0.2 * (1 - 1200 / 1400)
     ((gap_s, gap_j, found_s),) = gaps(counted(bench, 6170.0))
     assert (gap_s, gap_j, found_s) == pytest.approx((60.0, 6000.0, slowed_s), rel=0.01)
 
 
-def test_a_gap_with_unknown_begin_is_zero(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    ("gap_s", "following"),
+    [
+        pytest.param(5.0, 2, id="an iteration is missing between them"),
+        pytest.param(100_000.0, 1, id="the trainer was stopped for long"),
+    ],
+)
+def test_a_gap_whose_begin_is_unknown_or_long_ago_is_zero(bench: Bench, gap_s: float, following: int) -> None:
     counted(bench, 0.0)
-    bench.run(0)
-    bench.now_s += 5.0
-    bench.run(2)
+    bench.do(Run(0))
+    bench.now_s += gap_s
+    bench.do(Run(following))
     bench.now_s += 0.1
-    assert gaps(counted(bench, 670.0)) == [(0.0, 0.0, 0.0)] * 2
-
-
-def test_a_trainer_that_was_stopped_for_long_leaves_no_gap(bench: Bench) -> None:
-    counted(bench, 0.0)
-    bench.run(0)
-    bench.now_s += 100_000.0
-    bench.run(1)
-    bench.now_s += 0.1
-    assert gaps(counted(bench, 1e7))[-1] == (0.0, 0.0, 0.0)
+    assert gaps(counted(bench, 1e7)) == [(0.0, 0.0, 0.0)] * 2
 
 
 def test_throttling_is_reported_with_the_affected_iteration(bench: Bench) -> None:
     counted(bench, 0.0)
     for iteration in range(3):
-        bench.run(iteration)
+        bench.do(Run(iteration))
         bench.now_s += 0.05
         reasons = 0x1 | (0x40 | 0x80 if iteration == 1 else 0)  # an idle GPU (0x1) is not throttled
         capped_mhz = 1100 if iteration == 1 else 0
@@ -139,11 +152,11 @@ def test_throttling_is_reported_with_the_affected_iteration(bench: Bench) -> Non
 
 def test_clock_statistics_count_under_their_plan(bench: Bench) -> None:
     counted(bench, 0.0)
-    bench.offer(1, 0, Hold(1000))
+    bench.do(offer(1, 0, Hold(1000)))
     bench.do(clock_set(1400, bench.now_s))
-    bench.run(0)
+    bench.do(Run(0))
     bench.do(clock_set(1000, bench.now_s))
-    bench.run(1)
+    bench.do(Run(1))
     (message,) = telemetry(counted(bench, 85.0))
     assert message.clocks is not None
     assert (message.clocks.plan_version, message.clocks.set_count) == (1, 1)
@@ -161,7 +174,7 @@ def test_the_latest_limits_are_sent_with_telemetry_and_announcements(
     counted(bench, 0.0)
     limits = GpuLimits(250.0, (7,))
     bench.do(limits)
-    bench.run(0)
+    bench.do(Run(0))
     (message,) = telemetry(counted(bench, 85.0))
     assert message.gpu_limits == limits
     bench.do(Disconnected())
@@ -177,17 +190,17 @@ def test_the_wait_for_a_stopped_counter_is_bounded(bench: Bench) -> None:
     counted(bench, 0.0)
     bench.now_s += 0.1
     counted(bench, 10.0)
-    bench.run(0)
-    assert bench.after(COUNTER_WAIT_S / 2, Tick()) == []
-    (message,) = telemetry(bench.after(COUNTER_WAIT_S, Tick()))
+    bench.do(Run(0))
+    assert bench.do(After(COUNTER_WAIT_S / 2)) == []
+    (message,) = telemetry(bench.do(After(COUNTER_WAIT_S)))
     assert message.iterations[0].energy_j == pytest.approx(80.0), "at the power of the last window"
 
 
 def test_finished_iterations_under_two_plans_go_separately(bench: Bench) -> None:
     counted(bench, 0.0)
-    bench.offer(1, 1, Stock())
+    bench.do(offer(1, 1, Stock()))
     for number in range(3):
-        bench.run(number)
+        bench.do(Run(number))
     messages = telemetry(counted(bench, 240.0))
     assert [[(row.iteration, row.plan_version) for row in each.iterations] for each in messages] == [
         [(0, 0)],
@@ -200,13 +213,13 @@ def test_a_lost_edge_costs_its_sample_and_the_regularity(
     bench: Bench, lost: tuple[Edge, Computation]
 ) -> None:
     counted(bench, 0.0)
-    bench.iteration(Edge.BEGIN, 0)
+    bench.do(begin(0))
     for computation in ORDER:
         for edge in Edge:
             bench.now_s += 0.1
             if (edge, computation) != lost:
-                bench.mark(edge, 0, computation)
-    bench.iteration(Edge.END, 0)
+                bench.do(Mark(edge, computation))
+    bench.do(end(0))
     (message,) = telemetry(counted(bench, 80.0))
     assert not message.iterations[0].is_regular
     assert [row.computation for row in message.computations] == [c for c in ORDER if c != lost[1]]
@@ -219,17 +232,17 @@ def test_an_iteration_with_a_lost_edge_is_not_reported(bench: Bench, lost: Edge)
         for edge in Edge:
             bench.now_s += 0.1
             if (edge, number) != (lost, 0):
-                bench.iteration(edge, number)
+                bench.do(Mark(edge, number))
     (message,) = telemetry(counted(bench, 80.0))
     assert [row.iteration for row in message.iterations] == [1]
 
 
 def test_a_deviating_iteration_is_reported_as_irregular(bench: Bench) -> None:
     counted(bench, 0.0)
-    bench.iteration(Edge.BEGIN, 0)
+    bench.do(begin(0))
     bench.now_s += 0.1
-    bench.mark(Edge.BEGIN, 0, F1, ordinal=0)
-    bench.iteration(Edge.END, 0)
+    bench.do(begin(F1, ordinal=0))
+    bench.do(end(0))
     bench.now_s += 0.1
     (message,) = telemetry(counted(bench, 20.0))
     assert message.iterations[0].is_regular is False
@@ -237,8 +250,8 @@ def test_a_deviating_iteration_is_reported_as_irregular(bench: Bench) -> None:
 
 
 def test_before_the_counter_is_polled_no_iteration_is_regular(bench: Bench) -> None:
-    bench.run(0)
-    (message,) = telemetry(bench.after(COUNTER_WAIT_S, Tick()))
+    bench.do(Run(0))
+    (message,) = telemetry(bench.do(After(COUNTER_WAIT_S)))
     assert message.iterations[0].is_regular is False
     assert message.iterations[0].energy_j == 0
 
@@ -260,12 +273,12 @@ def test_relative_work_is_reported_with_its_iteration() -> None:
     bench = Bench().accepted()
     commands: list[Command] = []
     for number, permille in enumerate((0, 1250)):
-        bench.do(IterationMark(Edge.BEGIN, number, int(bench.now_s * 1e9), permille))
+        bench.do(IterationMark(Edge.BEGIN, number, bench.now_ns, permille))
         for computation in bench.order:
-            bench.mark(Edge.BEGIN, number, computation)
+            bench.do(begin(computation))
             bench.now_s += 0.1
-            bench.mark(Edge.END, number, computation)
-        commands += bench.iteration(Edge.END, number)
-    commands += bench.after(10.0, Tick())
+            bench.do(end(computation))
+        commands += bench.do(end(number))
+    commands += bench.do(After(10.0))
     works = [row.relative_work for message in telemetry(commands) for row in message.iterations]
     assert works == [0.0, 1.25]

@@ -1,7 +1,8 @@
+"""The thread that polls a GPU's energy counter, at injected times; and the limits that it reads besides."""
+
 import queue
 from collections.abc import Iterator
 from itertools import chain, count, repeat
-from pathlib import Path
 
 import pytest
 
@@ -15,84 +16,86 @@ from perseus.agent.gpu import (
     GpuUnsupportedError,
 )
 from perseus.agent.rank.messages import GpuLimits
-from perseus.agent.sidecar.counter_poller import CounterPoller, LimitsWatch
-from perseus.emulation.gpu import EmulatedGpu
-from perseus.emulation.physics import A40
+from perseus.agent.sidecar.counter_poller import LIMITS_INTERVAL_S, CounterPoller, LimitsWatch
 from tests.agent.fake_gpu import FakeGpu
 
+BUSY, LOST = GpuDriverError("busy"), GpuLostError("gone")
+STANDS_STILL = "GPU-fake: energy counter: expected it to move within 10 s, found it at 2 J"
 
-def test_polls_a_gpu_until_closed(tmp_path: Path) -> None:
-    gpu = EmulatedGpu.create(tmp_path / "gpu", A40, "GPU-a")
-    changes: queue.Queue[CounterChange] = queue.Queue()
-    poller = CounterPoller(gpu, changes.put, lambda error: pytest.fail(str(error)))
-    first, second = changes.get(timeout=10), changes.get(timeout=10)
-    poller.close()
-    gpu.close()
-    between_s = (second.energy_j - first.energy_j) / 70.38
-    assert between_s == pytest.approx(0.1 * round(between_s / 0.1), rel=1e-6)
-    assert abs(second.time_s - first.time_s - between_s) <= first.uncertainty_s + second.uncertainty_s
+
+class Polled:
+    """A GPU that is polled; time advances by half a second at every reading."""
+
+    def __init__(self, gpu: FakeGpu, limits: LimitsWatch | None = None) -> None:
+        self.reports: queue.Queue[CounterChange | Exception] = queue.Queue()
+        self.failed: queue.Queue[tuple[str, Exception]] = queue.Queue()
+        ticks = count()
+        self._poller = CounterPoller(
+            gpu,
+            self.reports.put,
+            self.reports.put,
+            limits,
+            lambda part, error: self.failed.put((part, error)),
+            interval_s=0.0001,
+            monotonic=lambda: next(ticks) / 2,
+        )
+
+    def take(self, count: int) -> list[CounterChange | Exception]:
+        """Return the next reports, and end the polling."""
+        taken = [self.reports.get(timeout=60) for _ in range(count)]
+        self._poller.close()
+        return taken
+
+
+def energies(reports: list[CounterChange | Exception]) -> list[float | Exception]:
+    return [each.energy_j if isinstance(each, CounterChange) else each for each in reports]
 
 
 @pytest.mark.parametrize(
-    ("reasons", "read_mhz", "expected_mhz"),
-    [(0, 1200, 1200), (ClockEventReason.GPU_IDLE, 1200, 0), (0, GpuDriverError("no clock"), 0)],
+    ("reasons", "read_mhz", "clock"),
+    [
+        pytest.param(0, 1200, (1200, 2.0), id="of a GPU that computes"),
+        pytest.param(ClockEventReason.GPU_IDLE, 1200, (0, 0.0), id="none of one that idles"),
+        pytest.param(0, BUSY, (0, 2.0), id="none of one that does not say"),
+    ],
 )
-def test_a_change_has_the_clock_of_a_gpu_that_computes(
-    reasons: int, read_mhz: int | GpuError, expected_mhz: int
+def test_a_change_has_its_time_and_the_clock(
+    reasons: int, read_mhz: int | GpuError, clock: tuple[int, float]
 ) -> None:
+    """It happened between the readings before it and after it."""
     gpu = FakeGpu(readings=chain([1.0, 2.0], repeat(2.0)))
     gpu.reasons, gpu.effective_mhz = reasons, repeat(read_mhz)
-    changes: queue.Queue[CounterChange] = queue.Queue()
-    poller = CounterPoller(gpu, changes.put, lambda error: pytest.fail(str(error)), interval_s=0.0001)
-    change = changes.get(timeout=10)
-    poller.close()
-    assert change.sm_clock_mhz == expected_mhz
-    assert change.read_at_s > change.time_s or not expected_mhz
+    assert Polled(gpu).take(1) == [CounterChange(0.75, 2.0, 0.75, reasons, 0, *clock)]
 
 
-def test_an_error_ends_the_polling_and_is_reported() -> None:
-    lost = GpuLostError("gone")
-    gpu = FakeGpu(readings=chain([1.0, 2.0, lost], repeat(3.0)))
-    changes: list[CounterChange] = []
-    errors: queue.Queue[Exception] = queue.Queue()
-    poller = CounterPoller(gpu, changes.append, errors.put, interval_s=0.0001)
-    assert errors.get(timeout=10) is lost
-    poller.close()
-    assert [change.energy_j for change in changes] == [2.0]
-    assert errors.empty()
-
-
-def test_transient_errors_do_not_end_the_polling() -> None:
-    busy = [GpuDriverError("unknown error"), GpuInUseError("busy")]
-    gpu = FakeGpu(readings=chain([1.0, 2.0, *busy, 3.0, 4.0], repeat(4.0)))
-    changes: queue.Queue[CounterChange] = queue.Queue()
-    poller = CounterPoller(gpu, changes.put, lambda error: pytest.fail(str(error)), interval_s=0.0001)
-    first, second = changes.get(timeout=10), changes.get(timeout=10)
-    poller.close()
-    assert (first.energy_j, second.energy_j) == (2.0, 4.0), "the time of the change to 3 is unknown"
-
-
-def test_lasting_errors_are_reported_in_the_end() -> None:
-    """Time advances by a second at every reading."""
-    gpu = FakeGpu(readings=repeat(unknown := GpuDriverError("unknown error")))
-    errors: queue.Queue[Exception] = queue.Queue()
-    ticks = map(float, count())
-    poller = CounterPoller(gpu, lambda _: None, errors.put, monotonic=lambda: next(ticks))
-    assert errors.get(timeout=10) is unknown
-    poller.close()
+@pytest.mark.parametrize(
+    ("readings", "expected"),
+    [
+        pytest.param([1.0, 2.0, LOST], [2.0, LOST], id="an error ends the polling"),
+        pytest.param(
+            [1.0, 2.0, BUSY, GpuInUseError("busy"), 3.0, 4.0],
+            [2.0, 4.0],  # the time of the change to 3 is unknown
+            id="transient errors do not",
+        ),
+        pytest.param([BUSY] * 100, [BUSY], id="lasting ones do in the end"),
+    ],
+)
+def test_errors(readings: list[float | GpuError], expected: list[float | Exception]) -> None:
+    polled = Polled(FakeGpu(readings=chain(readings, repeat(5.0))))
+    assert energies(polled.take(len(expected))) == expected
+    assert not isinstance(expected[-1], Exception) or polled.reports.empty()
 
 
 def test_a_counter_that_stands_still_is_reported() -> None:
-    """Time advances by a second at every reading; each poll takes two."""
-    gpu = FakeGpu(readings=chain([1.0, 2.0], repeat(2.0)))
-    errors: queue.Queue[Exception] = queue.Queue()
-    ticks = map(float, count())
-    poller = CounterPoller(gpu, lambda _: None, errors.put, interval_s=0.0001, monotonic=lambda: next(ticks))
-    error = errors.get(timeout=10)
-    poller.close()
+    moved, error = Polled(FakeGpu(readings=chain([1.0, 2.0], repeat(2.0)))).take(2)
+    assert isinstance(moved, CounterChange)
     assert isinstance(error, GpuUnsupportedError)
-    assert "GPU-fake: energy counter: expected it to move within 10 s, found it at 2 J" in str(error)
-    assert 12.0 < next(ticks) < 20.0
+    assert STANDS_STILL in str(error)
+
+
+def test_a_bug_is_reported_too() -> None:
+    (error,) = Polled(FakeGpu(readings=iter(()))).take(1)
+    assert isinstance(error, StopIteration)
 
 
 @pytest.mark.parametrize("frozen_j", [2.0, 3.0])
@@ -111,36 +114,54 @@ def test_a_process_that_freezes_in_a_reading_is_no_counter_that_stands_still(fro
     poller = CounterPoller(
         FakeGpu(readings()), changes.put, changes.put, interval_s=0.0001, monotonic=lambda: now_s
     )
-    taken = [changes.get(timeout=10) for _ in range(3)]
+    taken = [changes.get(timeout=60) for _ in range(3)]
     poller.close()
-    assert [each.energy_j for each in taken if isinstance(each, CounterChange)] == [2.0, 3.0, 4.0]
+    assert energies(taken) == [2.0, 3.0, 4.0]
 
 
-def test_a_bug_is_reported_too() -> None:
-    gpu = FakeGpu(readings=iter(()))
-    errors: queue.Queue[Exception] = queue.Queue()
-    poller = CounterPoller(gpu, lambda _: None, errors.put)
-    assert isinstance(errors.get(timeout=10), StopIteration)
-    poller.close()
+# --- Limits that others set on a GPU ------------------------------------------------------------------------
+
+
+class LimitedGpu(FakeGpu):
+    """A GPU with a sequence of limits, or exceptions to raise."""
+
+    def __init__(self, *limits: GpuLimits | Exception) -> None:
+        super().__init__(readings=chain([1.0, 2.0, 3.0], repeat(3.0)))
+        self._limits = iter(limits)
+        self._profiles: tuple[int, ...] = ()
+
+    def power_limit_w(self) -> float:
+        limits = next(self._limits)
+        if isinstance(limits, Exception):
+            raise limits
+        self._profiles = limits.power_profiles
+        return limits.power_limit_w
+
+    def power_profiles(self) -> tuple[int, ...]:
+        return self._profiles
+
+
+KNOWN, LOWER, PROFILED = GpuLimits(400.0), GpuLimits(300.0), GpuLimits(300.0, (7,))
+
+
+@pytest.mark.parametrize(
+    ("limits", "reported"),
+    [
+        pytest.param([KNOWN, LOWER, LOWER, PROFILED], [LOWER, PROFILED], id="only changes are reported"),
+        pytest.param([BUSY, BUSY, KNOWN, LOWER], [LOWER], id="unreadable ones stay as they were"),
+    ],
+)
+def test_limits_are_read_at_intervals(limits: list[GpuLimits | Exception], reported: list[GpuLimits]) -> None:
+    changes: list[GpuLimits] = []
+    watch = LimitsWatch(LimitedGpu(*limits), KNOWN, changes.append)
+    for check in range(2 * len(limits)):  # every second check comes too early
+        watch.check(100.0 + check * LIMITS_INTERVAL_S / 2)
+    assert changes == reported
 
 
 def test_an_unforeseen_error_in_the_limits_watch_does_not_affect_the_rank() -> None:
-    class Odd(FakeGpu):
-        def power_limit_w(self) -> float:
-            raise ValueError("nobody has foreseen this")
-
-    gpu = Odd(readings=chain([1.0, 2.0, 3.0], repeat(3.0)))
-    changes: queue.Queue[CounterChange] = queue.Queue()
-    failed: queue.Queue[tuple[str, Exception]] = queue.Queue()
-    poller = CounterPoller(
-        gpu,
-        changes.put,
-        lambda error: pytest.fail(str(error)),
-        LimitsWatch(gpu, GpuLimits(), lambda _: None),
-        lambda part, error: failed.put((part, error)),
-        interval_s=0.0001,
-    )
-    assert [changes.get(timeout=10).energy_j for _ in range(2)] == [2.0, 3.0]
-    part, error = failed.get(timeout=10)
+    gpu = LimitedGpu(ValueError("nobody has foreseen this"))
+    polled = Polled(gpu, LimitsWatch(gpu, GpuLimits(), lambda _: None))
+    assert energies(polled.take(2)) == [2.0, 3.0]
+    part, error = polled.failed.get(timeout=60)
     assert (part, type(error)) == ("limits watch", ValueError)
-    poller.close()

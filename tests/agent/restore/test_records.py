@@ -1,6 +1,5 @@
 import asyncio
 import fcntl
-import json
 import os
 import stat
 import subprocess
@@ -57,26 +56,21 @@ def test_a_record_is_read_as_it_was_written(stock: ClockRange | None) -> None:
     assert Record.decode(record.encode()) == record
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"[]",
-        b"\xff",
-        b'{"version": 2, "gpu_uuid": "GPU-0", "stock": null}',
-        b'{"version": 1, "gpu_uuid": "GPU-0"}',
-        b'{"version": 1, "gpu_uuid": "GPU-0", "stock": {"lowest_mhz": 2, "highest_mhz": 1}}',
-    ],
-)
-def test_invalid_records_are_refused(folder: RecordFolder, content: bytes) -> None:
+INVALID = [
+    b"",
+    b"[]",
+    b"\xff",
+    b'{"version": 2, "gpu_uuid": "GPU-0", "stock": null}',
+    b'{"version": 1, "gpu_uuid": "GPU-0"}',
+    b'{"version": 1, "gpu_uuid": "GPU-0", "stock": {"lowest_mhz": 2, "highest_mhz": 1}}',
+    b'{"version": 1, "gpu_uuid": "GPU-fake", "stock": {"lowest_mhz": true, "highest_mhz": true}}',
+]
+
+
+@pytest.mark.parametrize("content", INVALID)
+def test_invalid_records_are_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"expect|Expect|decode"):
         Record.decode(content)
-    folder.path.mkdir(parents=True)
-    (folder.path / f"{UUID}.json").write_bytes(content)
-    with pytest.raises(RecordError, match=f"{UUID}.json: expected a restore record"):
-        folder.find(UUID)
-    (restoration,) = restore_found(folder, lambda _: FakeGpu())
-    assert isinstance(restoration.error, RecordError)
 
 
 @pytest.mark.parametrize("text", ["600", "600,", "a,b", "1200,600", "0,600", "-1,600", "600,1200,1"])
@@ -273,50 +267,32 @@ def test_a_folder_that_was_open_to_others_is_closed(folder: RecordFolder) -> Non
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
 
 
-def put_fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def put_folder(path: Path) -> None:
-    path.mkdir()
-
-
 def put_link(path: Path) -> None:
     target = path.with_name("elsewhere")
     target.write_bytes(Record(UUID, None).encode())
     path.symlink_to(target)
 
 
-def put_device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
+def holding(content: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(content)
 
 
-def put_nested(path: Path) -> None:
-    path.write_text("[" * 4000)
-
-
-def put_huge(path: Path) -> None:
-    path.write_bytes(Record(UUID, None).encode() + b" " * 10_000_000)
-
-
-def put_another(path: Path) -> None:
-    path.write_bytes(Record("GPU-other", ClockRange(600, 700)).encode())
-
-
-def put_truth(path: Path) -> None:
-    path.write_text(
-        json.dumps({"version": 1, "gpu_uuid": UUID, "stock": {"lowest_mhz": True, "highest_mhz": True}})
-    )
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "fifo": os.mkfifo,
+    "folder": Path.mkdir,
+    "link": put_link,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "nested": holding(b"[" * 4000),
+    "huge": holding(Record(UUID, None).encode() + b" " * 10_000_000),
+    "another": holding(Record("GPU-other", ClockRange(600, 700)).encode()),
+    **{str(content): holding(content) for content in INVALID},
+}
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize(
-    "put",
-    [put_fifo, put_folder, put_link, put_device, put_nested, put_huge, put_another, put_truth],
-    ids=lambda put: put.__name__.removeprefix("put_"),
-)
+@pytest.mark.parametrize("put", FOREIGN.values(), ids=FOREIGN)
 def test_foreign_files_in_a_records_place_neither_count_nor_block(
-    folder: RecordFolder, put: Callable[[Path], None]
+    folder: RecordFolder, put: Callable[[Path], object]
 ) -> None:
     leave_behind(folder, uuid="GPU-good")
     put(folder.path / f"{UUID}.json")
@@ -329,6 +305,8 @@ def test_foreign_files_in_a_records_place_neither_count_nor_block(
     done = {each.gpu_uuid: each.error for each in restore_found(folder, open_gpu)}
     assert isinstance(done[UUID], RecordError)
     assert f"{UUID}.json" in str(done[UUID])
+    with pytest.raises(RecordError, match=f"{UUID}.json"):
+        folder.find(UUID)
     assert str(done[UUID]).isprintable()
     assert (done["GPU-good"], opened) == (None, ["GPU-good"])
     gpu = FakeGpu()

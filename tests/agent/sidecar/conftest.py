@@ -1,4 +1,4 @@
-"""Fixtures for the tests of a running agent: its GPU, and coordinators."""
+"""Fixtures for the tests of a running agent: its GPU, coordinators, and all of them as a node."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
 from tests.agent.coordinator_stub import CoordinatorStub, Inbox
-from tests.agent.sidecar.training import ORDER, UUID, Start, Trainer
+from tests.agent.sidecar.training import ORDER, UUID, Node, Start, Trainer
 
 
 @pytest.fixture
@@ -34,3 +34,9 @@ async def start() -> AsyncIterator[Start]:
     yield start
     for coordinator in coordinators:
         await coordinator.stop()
+
+
+@pytest.fixture
+async def node(tmp_path: Path, gpu: EmulatedGpu, start: Start) -> Node:
+    """A node whose coordinator serves; its agent does not yet."""
+    return Node(tmp_path, gpu, await start(Inbox()), start)

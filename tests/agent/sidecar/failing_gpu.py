@@ -8,15 +8,17 @@ from pathlib import Path
 from perseus.agent.gpu import Gpu, GpuUse
 from perseus.agent.sidecar.backends import EmulatedBackend
 
+Fault = Exception | list[Exception] | threading.Event
+
 
 class Faults:
-    """Injected faults of a GPU: for each method an error to raise, or an event to wait for first."""
+    """Injected faults of a GPU: for each method an error to raise, some, or an event to wait for first."""
 
     def __init__(self) -> None:
-        self.by_method: dict[str, Exception | threading.Event] = {}
+        self.by_method: dict[str, Fault] = {}
 
     @contextmanager
-    def during(self, **faults: Exception | threading.Event) -> Iterator[None]:
+    def during(self, **faults: Fault) -> Iterator[None]:
         """Let these methods fail or hang within the block."""
         self.by_method.update(faults)
         try:
@@ -32,6 +34,8 @@ class Faults:
                 event.wait()
             case Exception() as error:
                 raise error
+            case list() as errors if errors:
+                raise errors.pop(0)
 
 
 class FailingGpu:

@@ -12,6 +12,7 @@ from perseus.agent.claims.grants import User
 from perseus.agent.claims.registry import GPU_TAKEN, JOB_TAKEN, RANK_TAKEN, Claim
 from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import Hello
+from perseus.agent.rank.events import TrainerGone
 from perseus.agent.sidecar import admission
 from perseus.agent.sidecar.admission import Admission
 from perseus.agent.sidecar.gpus import AgentCounters
@@ -19,30 +20,22 @@ from perseus.agent.sidecar.roster import Roster, Trainer
 
 
 class FakeAccess:
-    """An access checker that fails once and then finds that the GPU belongs to another user."""
+    """An access checker that gives these verdicts, or else allows every claim once released."""
 
-    def __init__(self) -> None:
-        self.judged_count = 0
-
-    async def judge(self, *_: object) -> Allowed | Refused:
-        self.judged_count += 1
-        if self.judged_count == 1:
-            raise OSError(24, "Too many open files")
-        return Refused("GPU_OF_ANOTHER_USER", "found user 7's")
-
-
-class SlowAccess:
-    """An access checker that allows every claim once released, and counts inspections."""
-
-    def __init__(self) -> None:
+    def __init__(self, *verdicts: Allowed | Refused | Exception) -> None:
         self.looked_at: list[int] = []
         self.may_go_on = asyncio.Event()
+        self._verdicts = iter(verdicts)
 
     async def user(self, peer: Any) -> User:
         return User(peer.uid, f"user-{peer.uid}")
 
     async def judge(self, peer: Any, *_: object) -> Allowed | Refused:
         self.looked_at.append(peer.uid)
+        for verdict in self._verdicts:
+            if isinstance(verdict, Exception):
+                raise verdict
+            return verdict
         await self.may_go_on.wait()
         return Allowed()
 
@@ -52,22 +45,25 @@ class FakeConnection:
 
     def __init__(self, uid: int) -> None:
         self.peer = SimpleNamespace(uid=uid, pid=0, pidfd=None, has_ended=False, time_namespace=None)
-        self.paid_count = 0
+        self.ends: list[object] = []
 
     async def pay_hello(self) -> None:
-        self.paid_count += 1
+        pass
+
+    def end(self, reply: object) -> None:
+        self.ends.append(reply)
 
 
 @pytest.fixture
-def admitting(monkeypatch: pytest.MonkeyPatch) -> tuple[Admission, SlowAccess, Roster]:
+def admitting(monkeypatch: pytest.MonkeyPatch) -> tuple[Admission, FakeAccess, Roster]:
     monkeypatch.setattr(admission, "check_clock", lambda *_: None)
-    access, roster = SlowAccess(), Roster()
+    access, roster = FakeAccess(), Roster()
     found = Admission(roster, cast(Any, access), AgentCounters())
     return found, access, roster
 
 
 async def test_a_hello_that_must_be_refused_is_not_inspected(
-    admitting: tuple[Admission, SlowAccess, Roster],
+    admitting: tuple[Admission, FakeAccess, Roster],
 ) -> None:
     admits, access, roster = admitting
     held = Claim(Rank("job", 0, 0, 0), "GPU-0", User(1000, "owner"), Allowed(is_granted=True))
@@ -86,7 +82,7 @@ async def test_a_hello_that_must_be_refused_is_not_inspected(
 
 
 async def test_a_users_hellos_are_inspected_one_at_a_time(
-    admitting: tuple[Admission, SlowAccess, Roster],
+    admitting: tuple[Admission, FakeAccess, Roster],
 ) -> None:
     admits, access, roster = admitting
     hellos = [
@@ -109,14 +105,16 @@ async def test_a_users_hellos_are_inspected_one_at_a_time(
 
 async def test_a_claim_is_judged_again_after_any_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "_WATCH_UNPROVEN_S", 0.0)
-    reported: list[object] = []
-    line = SimpleNamespace(peer=SimpleNamespace(uid=1000), end=reported.append)
-    roster = SimpleNamespace(dispatch=lambda *message: reported.append(message))
-    access = FakeAccess()
+    refused = Refused("GPU_OF_ANOTHER_USER", "found user 7's")
+    access = FakeAccess(OSError(24, "Too many open files"), refused)
+    dispatched: list[object] = []
+    roster = SimpleNamespace(dispatch=lambda *event: dispatched.append(event))
+    line = FakeConnection(1000)
     claim = Claim(Rank("job", 0, 0, 0), "GPU-0", User(1000, "somebody"), Allowed())
     watching = Admission(cast(Any, roster), cast(Any, access), AgentCounters())
     with capture_logs() as logs:
         await watching.watch(Trainer(claim, cast(Any, line), Hello(claim.rank, claim.gpu_uuid), problem=None))
     assert [line["event"] for line in logs] == ["claim not judged again", "rank refused"]
     assert "Too many open files" in logs[0]["message"]
-    assert len(reported) == 2, "the trainer and the rank's end"
+    assert dispatched == [(claim.rank, TrainerGone())]
+    assert len(line.ends) == 1

@@ -23,14 +23,12 @@ from perseus.agent.sidecar.gpus import NOT_SERVED, AgentCounters, JobMapping
 from perseus.agent.sidecar.metrics_server import serving_metrics
 from perseus.agent.sidecar.optional import OptionalParts
 from perseus.agent.sidecar.settings import AgentSettings
-from perseus.agent.sidecar.shell import serving
 from perseus.certificates import Authority
-from perseus.emulation.gpu import EmulatedGpu
 from perseus.metrics import names
 from perseus.metrics.readings import Readings
 from perseus.tls.files import Role, TlsFiles, TlsSource
-from tests.agent.coordinator_stub import CoordinatorStub, Inbox, until
-from tests.agent.sidecar.training import HELD_MHZ, ORDER, UUID, Trainer, hold, settings
+from tests.agent.coordinator_stub import until
+from tests.agent.sidecar.training import HELD_MHZ, UUID, Node
 from tests.ports import free_port
 from tests.service.web.scraping import Samples, parsed, value
 
@@ -53,70 +51,58 @@ def trusted(folder: Path) -> tuple[Path, Path, ssl.SSLContext]:
     return certificate, key, ssl.create_default_context(cafile=str(folder / "ca" / "ca.pem"))
 
 
-async def test_the_metrics_of_an_agent_at_work(
-    tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_metrics_of_an_agent_at_work(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "_READING_S", 0.1)
-    port, mapping = free_port(), tmp_path / "jobs"
-    coordinator = CoordinatorStub(Inbox(), ORDER)  # type: ignore[abstract] # it serves RegisterJob only
-    await coordinator.start(0)
-    certificate, key, context = trusted(tmp_path)
-    (tmp_path / "token").write_text("perseus_token")
-    given = settings(
-        tmp_path,
-        coordinator.port,
+    port, mapping = free_port(), node.folder / "jobs"
+    certificate, key, context = trusted(node.folder)
+    (node.folder / "token").write_text("perseus_token")
+    of_gpu = {"gpu_uuid": UUID}
+    samples: Samples = {}
+
+    def until_in_force() -> None:
+        """Scrape until the plan's clock is in force."""
+        while True:
+            status, text = get(f"https://127.0.0.1:{port}/metrics", "perseus_token", context)
+            assert status == 200, text
+            samples.update(parsed(text))
+            both = ("perseus_gpu_clock_wanted_hertz", "perseus_gpu_clock_in_force_hertz")
+            keys = [(name, frozenset(of_gpu.items())) for name in both]
+            if [samples.get(key) for key in keys] == [HELD_MHZ * 1e6] * 2:
+                return
+            time.sleep(0.1)
+
+    async with node.serving(
         metrics_listen=f"127.0.0.1:{port}",
         metrics_tls_certificate=certificate,
         metrics_tls_key=key,
-        metrics_token_file=tmp_path / "token",
+        metrics_token_file=node.folder / "token",
         job_mapping_folder=mapping,
-    )
-    try:
-        async with serving(given):
-            trainer = Trainer(given.socket, gpu)
-            await coordinator.until(lambda inbox: len(inbox.all("telemetry")) > 0, "telemetry at stock")
-            coordinator.send(hold(1, trainer.iteration_count + 20))
-
-            samples: Samples = {}
-
-            async def is_reported() -> bool:
-                nonlocal samples
-                url = f"https://127.0.0.1:{port}/metrics"
-                status, text = await asyncio.to_thread(get, url, "perseus_token", context)
-                assert status == 200, text
-                samples = parsed(text)
-                wanted = ("perseus_gpu_clock_wanted_hertz", frozenset({("gpu_uuid", UUID)}))
-                in_force = ("perseus_gpu_clock_in_force_hertz", frozenset({("gpu_uuid", UUID)}))
-                return samples.get(wanted) == samples.get(in_force) == HELD_MHZ * 1e6
-
-            while not await is_reported():  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-            of_gpu = {"gpu_uuid": UUID}
-            assert value(samples, "perseus_gpu_clock_set_hertz", **of_gpu) == HELD_MHZ * 1e6
-            assert value(samples, "perseus_gpu_planned", **of_gpu) == 1
-            assert 0 < value(samples, "perseus_gpu_power_watts", **of_gpu) < 1000
-            assert value(samples, "perseus_gpu_energy_joules_total", **of_gpu) > 0
-            assert value(samples, "perseus_gpu_clock_set_seconds_count", **of_gpu) >= 1
-            assert value(samples, "perseus_gpu_marks_dropped_total", **of_gpu) == 0
-            assert value(samples, "perseus_agent_connected") == 1
-            ends_s = value(samples, "perseus_certificate_expiry_timestamp_seconds", file=str(certificate))
-            assert 0 < ends_s - time.time() <= 86400
-            lease_s = value(samples, "perseus_agent_lease_seconds")
-            assert 0 < value(samples, "perseus_agent_lease_left_seconds") <= lease_s
-            assert value(
-                samples, "perseus_gpu_rank_info", **of_gpu, job_id="job", pipeline="0", stage="0", tensor="0"
-            )
-            assert {path.name: path.read_text() for path in mapping.glob("[!.]*")} == {"0": "job\n"}
-            reported = {name for name, _ in samples}
-            expected = {
-                f"{metric.name}_count" if metric.kind is names.Kind.HISTOGRAM else metric.name
-                for metric in (names.BUILD_INFO, *names.AGENT)
-            }
-            assert expected - reported == {names.AGENT_TRAINERS_REFUSED.name, names.AGENT_PART_FAILURES.name}
-            await trainer.stop()
-            await until(lambda: not list(mapping.iterdir()), "no job on the GPU")
-    finally:
-        await coordinator.stop()
+    ):
+        trainer = await node.train()
+        node.offer_hold(trainer)
+        await asyncio.to_thread(until_in_force)
+        assert value(samples, "perseus_gpu_clock_set_hertz", **of_gpu) == HELD_MHZ * 1e6
+        assert value(samples, "perseus_gpu_planned", **of_gpu) == 1
+        assert 0 < value(samples, "perseus_gpu_power_watts", **of_gpu) < 1000
+        assert value(samples, "perseus_gpu_energy_joules_total", **of_gpu) > 0
+        assert value(samples, "perseus_gpu_clock_set_seconds_count", **of_gpu) >= 1
+        assert value(samples, "perseus_gpu_marks_dropped_total", **of_gpu) == 0
+        assert value(samples, "perseus_agent_connected") == 1
+        ends_s = value(samples, "perseus_certificate_expiry_timestamp_seconds", file=str(certificate))
+        assert 0 < ends_s - time.time() <= 86400
+        lease_s = value(samples, "perseus_agent_lease_seconds")
+        assert 0 < value(samples, "perseus_agent_lease_left_seconds") <= lease_s
+        rank = {"job_id": "job", "pipeline": "0", "stage": "0", "tensor": "0"}
+        assert value(samples, "perseus_gpu_rank_info", **of_gpu, **rank)
+        assert {path.name: path.read_text() for path in mapping.glob("[!.]*")} == {"0": "job\n"}
+        reported = {name for name, _ in samples}
+        expected = {
+            f"{metric.name}_count" if metric.kind is names.Kind.HISTOGRAM else metric.name
+            for metric in (names.BUILD_INFO, *names.AGENT)
+        }
+        assert expected - reported == {names.AGENT_TRAINERS_REFUSED.name, names.AGENT_PART_FAILURES.name}
+        await trainer.stop()
+        await until(lambda: not list(mapping.iterdir()), "no job on the GPU")
 
 
 def test_beyond_loopback_it_requires_tls_and_a_token() -> None:

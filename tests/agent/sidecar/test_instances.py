@@ -8,7 +8,7 @@ import json
 import os
 import time
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,12 +107,24 @@ def is_low(gpu: EmulatedGpu) -> bool:
     return gpu.sm_clock_mhz() < STOCK_MHZ
 
 
-async def test_an_engine_runs_at_a_low_clock_until_the_agent_stops(tmp_path: Path, gpu: EmulatedGpu) -> None:
-    async with running(tmp_path, gpu):
-        await until(lambda: is_low(gpu), "a low clock")
-        assert [path.name for path in (tmp_path / "restore").glob("*.json")] == [f"{gpu.uuid}.json"]
+async def test_an_engine_runs_at_a_low_clock_until_the_agent_stops_also_after_its_restart(
+    tmp_path: Path, gpu: EmulatedGpu
+) -> None:
+    with capture_logs() as logs:
+        async with running(tmp_path, gpu) as engine:
+            await until(lambda: is_low(gpu), "a low clock")
+            assert [path.name for path in (tmp_path / "restore").glob("*.json")] == [f"{gpu.uuid}.json"]
+            engine.stop()
+            engine.start()
+            await until(lambda: not is_low(gpu), "stock")
+            await until(lambda: is_low(gpu), "a low clock again")
     assert gpu.sm_clock_mhz() == STOCK_MHZ
     assert not list((tmp_path / "restore").glob("*.json"))
+    assert "the engine restarted" in reasons(logs)
+
+
+def reasons(logs: Sequence[Any]) -> list[str]:
+    return [str(each.get("reason")) for each in logs]
 
 
 async def test_what_the_agent_answers_about_its_instances(tmp_path: Path, gpu: EmulatedGpu) -> None:
@@ -157,8 +169,8 @@ async def test_stock_is_measured_and_no_saving_ends_control(
             await until(lambda: is_low(gpu), "a low clock")
             await until(lambda: not is_low(gpu), "a window at stock")
             await until(lambda: is_low(gpu), "a low clock again")
-            reasons = {each["reason"] for each in logs if each["event"] == "instance at stock"}
-            assert reasons == {"stock is measured, for half a minute"}
+            said = {each["reason"] for each in logs if each["event"] == "instance at stock"}
+            assert said == {"stock is measured, for half a minute"}
             monkeypatch.setattr(savings.SavingsMeter, "saves_nothing", True)
             monkeypatch.setattr(instance, "_SAVE_S", 0.0)
             monkeypatch.setattr(savings, "_GAP_S", 1e9)
@@ -167,7 +179,7 @@ async def test_stock_is_measured_and_no_saving_ends_control(
             assert found["reason"] == "measured, lower clocks save nothing"
 
 
-async def test_all_gpus_of_an_instance_hold_one_clock_and_a_refusal_by_one_frees_both(
+async def test_all_gpus_of_an_instance_hold_one_clock_and_a_refusal_by_one_frees_both_until_it_sets_again(
     tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = EmulatedGpu.create(tmp_path / "gpus" / "1", A100_SXM, "GPU-1")
@@ -179,10 +191,17 @@ async def test_all_gpus_of_an_instance_hold_one_clock_and_a_refusal_by_one_frees
             raise GpuPermissionError("expected root")
         set_clock_mhz(each, clock_mhz)
 
-    async with running(tmp_path, gpu, gpus=["0", "GPU-1"]):
-        await until(lambda: is_low(gpu) and gpu.sm_clock_mhz() == other.sm_clock_mhz(), "one low clock")
-        monkeypatch.setattr(EmulatedGpu, "set_clock_mhz", refuse)
-        await until(lambda: not is_low(gpu) and not is_low(other), "stock on both")
+    def are_low_together() -> bool:
+        return is_low(gpu) and gpu.sm_clock_mhz() == other.sm_clock_mhz()
+
+    with capture_logs() as logs:
+        async with running(tmp_path, gpu, gpus=["0", "GPU-1"]):
+            await until(are_low_together, "one low clock")
+            with monkeypatch.context() as patch:
+                patch.setattr(EmulatedGpu, "set_clock_mhz", refuse)
+                await until(lambda: not is_low(gpu) and not is_low(other), "stock on both")
+            await until(are_low_together, "one low clock again")
+    assert "a clock was refused" in reasons(logs)
     other.close()
 
 
@@ -220,37 +239,6 @@ async def test_stock_a_second_after_the_last_statistics_and_then_the_gpu_is_free
     ]
 
 
-async def test_an_engine_that_restarts_is_controlled_again(tmp_path: Path, gpu: EmulatedGpu) -> None:
-    with capture_logs() as logs:
-        async with running(tmp_path, gpu) as engine:
-            await until(lambda: is_low(gpu), "a low clock")
-            engine.stop()
-            engine.start()
-            await until(lambda: not is_low(gpu), "stock")
-            await until(lambda: is_low(gpu), "a low clock again")
-    assert "the engine restarted" in [each.get("reason") for each in logs]
-
-
-async def test_a_refused_clock_means_stock_and_is_tried_again(
-    tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_clock_mhz = EmulatedGpu.set_clock_mhz
-
-    def refuse(gpu: EmulatedGpu, clock_mhz: int) -> None:
-        if clock_mhz != STOCK_MHZ:
-            raise GpuPermissionError("expected root")
-        set_clock_mhz(gpu, clock_mhz)
-
-    with capture_logs() as logs:
-        async with running(tmp_path, gpu):
-            await until(lambda: is_low(gpu), "a low clock")
-            monkeypatch.setattr(EmulatedGpu, "set_clock_mhz", refuse)
-            await until(lambda: not is_low(gpu), "stock")
-            monkeypatch.setattr(EmulatedGpu, "set_clock_mhz", set_clock_mhz)
-            await until(lambda: is_low(gpu), "a low clock again")
-    assert "a clock was refused" in [each.get("reason") for each in logs]
-
-
 async def test_an_observing_agent_sets_nothing(tmp_path: Path, gpu: EmulatedGpu) -> None:
     with capture_logs() as logs:
         async with running(tmp_path, gpu, observe=True):
@@ -265,25 +253,20 @@ async def test_an_observing_agent_sets_nothing(tmp_path: Path, gpu: EmulatedGpu)
     [
         ({"gpus": ["7"]}, "gpus: expected different ones of this node's 1, found 7"),
         ({"gpus": ["0", "GPU-0"]}, "gpus: expected different ones of this node's 1, found GPU-0"),
+        ({"grants": "someone: 0\n"}, "expected a grant for user"),
     ],
+    ids=["no such GPU", "one GPU twice", "another user's GPU"],
 )
 async def test_what_keeps_an_instance_from_control_is_said(
-    tmp_path: Path, gpu: EmulatedGpu, more: dict[str, object], expected: str
+    tmp_path: Path, gpu: EmulatedGpu, more: dict[str, Any], expected: str
 ) -> None:
+    if "grants" in more:
+        (tmp_path / "grants").mkdir()
+        (tmp_path / "grants" / "all").write_text(more["grants"])
+        more = {"grants": tmp_path / "grants"}
     with capture_logs() as logs:
         async with running(tmp_path, gpu, **more):
-            await until(lambda: expected in [each.get("reason") for each in logs], "the problem")
-            assert not is_low(gpu)
-
-
-async def test_a_gpu_of_another_user_is_left_alone(tmp_path: Path, gpu: EmulatedGpu) -> None:
-    (tmp_path / "grants").mkdir()
-    (tmp_path / "grants" / "all").write_text("someone: 0\n")
-    with capture_logs() as logs:
-        async with running(tmp_path, gpu, grants=tmp_path / "grants"):
-            await until(
-                lambda: any("expected a grant for user" in str(each.get("reason")) for each in logs), "it"
-            )
+            await until(lambda: any(expected in reason for reason in reasons(logs)), "the problem")
             assert not is_low(gpu)
 
 

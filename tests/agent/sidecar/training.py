@@ -1,19 +1,21 @@
-"""A trainer on an emulated GPU for a running agent, and messages of coordinators to it."""
+"""A node for a running agent: an emulated GPU, its trainers, and the coordinator."""
 
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from perseus.agent import Kind, NamedSchedule, Probe
 from perseus.agent.sidecar.settings import AgentSettings
+from perseus.agent.sidecar.shell import serving
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM, Work
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import computation_pb2, rank_pb2
-from tests.agent.coordinator_stub import CoordinatorStub, Inbox
+from tests.agent.coordinator_stub import CoordinatorStub, Inbox, until
 
 UUID = "GPU-0"
 STOCK_MHZ = A100_SXM.clocks_mhz[0]
@@ -83,6 +85,93 @@ class Trainer:
         probe.close()
 
 
+class Node:
+    """An emulated GPU, its trainers, and the agent's coordinator.
+
+    Attributes:
+        folder: has the agent's files.
+        socket: the agent's.
+        coordinator: the latest that was started.
+    """
+
+    def __init__(self, folder: Path, gpu: EmulatedGpu, coordinator: CoordinatorStub, start: Start) -> None:
+        self.folder = folder
+        self.socket = folder / "run" / "agent.sock"
+        self.gpu = gpu
+        self.coordinator = coordinator
+        self._start = start
+
+    @property
+    def inbox(self) -> Inbox:
+        return self.coordinator.inbox
+
+    @property
+    def records(self) -> list[Path]:
+        """The agent's restore records."""
+        return list((self.folder / "restore").glob("*.json"))
+
+    def settings(self, **more: object) -> AgentSettings:
+        return settings(self.folder, self.coordinator.port, **more)
+
+    @asynccontextmanager
+    async def serving(self, **more: object) -> AsyncIterator[asyncio.Task[None]]:
+        """Run an agent with these settings."""
+        async with serving(self.settings(**more)) as failure:
+            yield failure
+
+    async def restart_coordinator(self, inbox: Inbox | None = None) -> None:
+        """Start one at the same address, which knows the jobs, and what was acknowledged."""
+        before = self.inbox
+        remembered = Inbox(jobs=before.jobs, acknowledged_sequence=before.acknowledged_sequence)
+        await self.coordinator.stop()
+        self.coordinator = await self._start(inbox or remembered, self.coordinator.port)
+
+    async def train(self, **options: Any) -> Trainer:
+        """Start a trainer, and wait for its rank's telemetry at stock."""
+        trainer = Trainer(self.socket, self.gpu, **options)
+        await self.hears("telemetry")
+        return trainer
+
+    async def hears(self, name: str, count: int = 1) -> Any:
+        """Wait for so many messages of this name and return the latest one's content."""
+        await self.coordinator.until(lambda inbox: len(inbox.all(name)) >= count, f"{count} times {name}")
+        return self.latest(name)
+
+    def latest(self, name: str) -> Any:
+        return getattr(self.inbox.all(name)[-1], name)
+
+    async def hold(self, trainer: Trainer, version: int = 1, clock_mhz: int = HELD_MHZ) -> None:
+        """Offer a clock to hold, and wait until it is in force and set."""
+        self.offer_hold(trainer, version, clock_mhz)
+        await self.coordinator.until(
+            lambda inbox: any(each.plan_in_force.version == version for each in inbox.all("plan_in_force")),
+            f"plan {version} in force",
+        )
+        # On a busy host a gap may be long, and the GPU is at stock in gaps.
+        await self.is_at(clock_mhz)
+
+    def offer_hold(self, trainer: Trainer, version: int = 1, clock_mhz: int = HELD_MHZ) -> None:
+        offer = wire.PlanOffer(
+            job_id="job",
+            rank=RANK,
+            epoch="e",
+            version=version,
+            start_iteration=trainer.iteration_count + 5,
+            lease_s=3.0,
+            hold=wire.HoldClock(clock_mhz=clock_mhz),
+        )
+        self.coordinator.send(wire.ConnectResponse(plan_offer=offer))
+
+    async def is_at(self, clock_mhz: int) -> None:
+        """Wait until the GPU is at a clock."""
+        await until(lambda: self.gpu.sm_clock_mhz() == clock_mhz, f"{clock_mhz} MHz")
+
+    async def connect(self, **options: Any) -> Probe:
+        """Return a probe's answer to one hello, of the job's first rank unless told otherwise."""
+        hello = {"job_id": "job", "pipeline": 0, "stage": 0, "gpu_uuid": UUID, **options}
+        return await asyncio.to_thread(Probe.connect, self.socket, **hello)
+
+
 def connected_probe(
     socket: Path,
     *,
@@ -109,30 +198,4 @@ def settings(tmp_path: Path, port: int, **more: object) -> AgentSettings:
         emulated_gpus=tmp_path / "gpus",
         restore_folder=tmp_path / "restore",
         **more,  # type: ignore[arg-type]
-    )
-
-
-def hold(version: int, start_iteration: int) -> wire.ConnectResponse:
-    return wire.ConnectResponse(
-        plan_offer=wire.PlanOffer(
-            job_id="job",
-            rank=RANK,
-            epoch="e",
-            version=version,
-            start_iteration=start_iteration,
-            lease_s=3.0,
-            hold=wire.HoldClock(clock_mhz=HELD_MHZ),
-        )
-    )
-
-
-def in_force(version: int) -> Callable[[Inbox], bool]:
-    return lambda inbox: any(
-        request.plan_in_force.version == version for request in inbox.all("plan_in_force")
-    )
-
-
-def measured_under(version: int) -> Callable[[Inbox], bool]:
-    return lambda inbox: any(
-        version in request.telemetry.iterations.plan_version for request in inbox.all("telemetry")
     )

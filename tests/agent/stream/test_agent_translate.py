@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ from perseus.agent.rank.messages import (
 from perseus.agent.stream import translate
 from perseus.agent.stream.telemetry import Batch
 from perseus.v1 import agent_service_pb2 as wire
-from perseus.v1 import computation_pb2, frontier_pb2, rank_pb2
+from perseus.v1 import clock_statistics_pb2, computation_pb2, frontier_pb2, rank_pb2
 
 RANK = Rank("job", 1, 2, 3)
 COORDINATES = rank_pb2.RankCoordinates(pipeline=1, stage=2, tensor=3)
@@ -134,211 +135,210 @@ def test_rows_become_columns() -> None:
         ClockStatistics(3, 40, 64, 2, 1, 4.0, 3.5, 0.012, 0.001, None),
     )
     batch = translate.request(Batch(5, telemetry, 2)).telemetry
-    assert (batch.sequence, batch.job_id, batch.rank, batch.dropped_batch_count) == (5, "job", COORDINATES, 2)
-    assert list(batch.iterations.iteration) == [7, 8]
-    assert list(batch.iterations.is_regular) == [True, False]
-    assert list(batch.iterations.energy_j) == [240.0, 250.0]
-    assert list(batch.iterations.clock_event_reasons) == [0, 0x40]
-    assert list(batch.iterations.gap_time_s) == [0.0, 5.0]
-    assert list(batch.iterations.gap_energy_j) == [0.0, 600.0]
-    assert list(batch.iterations.gap_slowed_time_s) == [0.0, 0.01]
-    assert list(batch.iterations.relative_work) == [0.0, 1.25]
-    assert not batch.iterations.has_clock_change
-    touched = replace(telemetry, iterations=(replace(telemetry.iterations[0], has_clock_change=True),))
-    assert list(translate.request(Batch(6, touched, 0)).telemetry.iterations.has_clock_change) == [True]
-    missing = replace(telemetry, iterations=telemetry.iterations[:1])
-    assert not translate.request(Batch(6, missing, 0)).telemetry.iterations.relative_work
-    assert list(batch.computations.kind) == [1, 2]
-    assert list(batch.computations.microbatch) == [0, 2]
-    assert list(batch.computations.chunk) == [0, 1]
-    assert list(batch.computations.clock_mhz) == [1410, 0]
-    assert list(batch.computations.begin_s) == [0.1, 0.2]
-    assert not batch.energy.HasField("blocking_power_w")
-    assert (batch.clocks.set_count, batch.clocks.late_raise_count, batch.clocks.missed_count) == (40, 2, 1)
-    assert (batch.clocks.computation_time_s, batch.clocks.on_clock_time_s) == (4.0, 3.5)
-    assert not batch.clocks.HasField("prediction_error_s")
-    assert batch.energy.samples[0].energy_j == 20.0
-    assert batch.energy.samples[0].clock_mhz == 0
-    assert not translate.request(Batch(6, Telemetry(RANK, (), (), None, None), 0)).telemetry.HasField(
-        "energy"
+    assert batch == wire.TelemetryBatch(
+        sequence=5,
+        job_id="job",
+        rank=COORDINATES,
+        dropped_batch_count=2,
+        iterations=wire.IterationColumns(
+            iteration=[7, 8],
+            plan_version=[3, 3],
+            duration_s=[0.8, 0.9],
+            energy_j=[240.0, 250.0],
+            is_regular=[True, False],
+            clock_event_reasons=[0, 0x40],
+            gap_time_s=[0.0, 5.0],
+            gap_energy_j=[0.0, 600.0],
+            gap_slowed_time_s=[0.0, 0.01],
+            relative_work=[0.0, 1.25],
+            capped_clock_mhz=[0, 0],
+        ),
+        computations=wire.ComputationColumns(
+            iteration=[7, 7],
+            kind=[WIRE_F0.kind, computation_pb2.COMPUTATION_KIND_BACKWARD],
+            microbatch=[0, 2],
+            chunk=[0, 1],
+            begin_s=[0.1, 0.2],
+            duration_s=[0.05, 0.1],
+            clock_mhz=[1410, 0],
+        ),
+        energy=wire.EnergyEstimate(
+            plan_version=3,
+            iteration_count=2,
+            samples=[
+                wire.EnergySample(
+                    kind=WIRE_F0.kind,
+                    chunk=1,
+                    computation_count=4,
+                    time_s=0.05,
+                    time_se_s=0.001,
+                    energy_j=20.0,
+                    energy_se_j=0.5,
+                )
+            ],
+            window_count=12,
+            discarded_window_count=1,
+        ),
+        clocks=clock_statistics_pb2.ClockStatistics(
+            plan_version=3,
+            set_count=40,
+            computation_count=64,
+            late_raise_count=2,
+            missed_count=1,
+            computation_time_s=4.0,
+            on_clock_time_s=3.5,
+            set_latency_s=0.012,
+            margin_s=0.001,
+        ),
     )
+
+
+def test_columns_of_what_no_iteration_has_stay_empty() -> None:
+    row = IterationRow(7, 3, 0.8, 240.0, True, 0)
+    for rows, relative_work, has_clock_change in (
+        ((row,), [], []),
+        ((replace(row, has_clock_change=True),), [], [True]),
+        ((row, replace(row, relative_work=1.25)), [0.0, 1.25], []),
+    ):
+        batch = translate.request(Batch(6, Telemetry(RANK, rows, (), None, None), 0)).telemetry
+        assert batch.iterations.relative_work == relative_work
+        assert batch.iterations.has_clock_change == has_clock_change
+        assert not batch.HasField("energy")
+
+
+def of_rank(**fields: Any) -> dict[str, Any]:
+    return {"job_id": "job", "rank": COORDINATES, **fields}
+
+
+def heard(**messages: Any) -> wire.ConnectResponse:
+    return wire.ConnectResponse(**messages)
+
+
+def offer(**fields: Any) -> wire.ConnectResponse:
+    offered = {"epoch": "e", "version": 3, "start_iteration": 8, "lease_s": 2.5, **fields}
+    return heard(plan_offer=wire.PlanOffer(**of_rank(**offered)))
+
+
+def stage_plan(**planned: Any) -> frontier_pb2.StagePlan:
+    return frontier_pb2.StagePlan(computations=[frontier_pb2.PlannedComputation(**planned)])
+
+
+ORDER = computation_pb2.StageOrder(computations=[WIRE_F0])
+STOCK = {"stock": wire.StockClocks()}
+LIMIT = wire.MaxClock(clock_mhz=900)
+LASTING = wire.MaxClock(clock_mhz=900, outlasts_lease=True)
+SAVING = wire.JobSaving(job_id="job", energy_percent=9.5, slowdown_percent=-0.5)
+REFUSED = {"reason": "R", "field": "f", "expected": "e", "found": "g"}
 
 
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
         (
-            wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=3, acknowledged_sequence=4)),
+            heard(welcome=wire.Welcome(epoch="e", lease_s=3, acknowledged_sequence=4)),
             Welcome("e", 3.0, 4),
         ),
         (
-            wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=3, slot=2, slot_count=3)),
+            heard(welcome=wire.Welcome(epoch="e", lease_s=3, slot=2, slot_count=3)),
             Welcome("e", 3.0, 0, slot=2, slot_count=3),
         ),
+        (heard(rank_accepted=wire.RankAccepted(**of_rank(order=ORDER))), RankAccepted(RANK, (F0,))),
         (
-            wire.ConnectResponse(
-                rank_accepted=wire.RankAccepted(
-                    job_id="job",
-                    rank=COORDINATES,
-                    order=computation_pb2.StageOrder(computations=[WIRE_F0]),
-                )
-            ),
-            RankAccepted(RANK, (F0,)),
-        ),
-        (
-            wire.ConnectResponse(
-                rank_refused=wire.RankRefused(job_id="job", rank=COORDINATES, reason="R", message="m")
-            ),
-            RankRefused(RANK, "R", "m"),
-        ),
-        (
-            wire.ConnectResponse(
-                rank_accepted=wire.RankAccepted(
-                    job_id="job",
-                    rank=COORDINATES,
-                    order=computation_pb2.StageOrder(computations=[WIRE_F0]),
-                    max_clock=wire.MaxClock(clock_mhz=900),
-                )
-            ),
+            heard(rank_accepted=wire.RankAccepted(**of_rank(order=ORDER, max_clock=LIMIT))),
             RankAccepted(RANK, (F0,), MaxClock(900)),
         ),
         (
-            wire.ConnectResponse(
-                rank_refused=wire.RankRefused(
-                    job_id="job", rank=COORDINATES, reason="R", max_clock=wire.MaxClock(clock_mhz=900)
-                )
-            ),
+            heard(rank_refused=wire.RankRefused(**of_rank(reason="R", message="m"))),
+            RankRefused(RANK, "R", "m"),
+        ),
+        (
+            heard(rank_refused=wire.RankRefused(**of_rank(reason="R", max_clock=LIMIT))),
             RankRefused(RANK, "R", "", MaxClock(900)),
         ),
         (
-            wire.ConnectResponse(
-                rank_refused=wire.RankRefused(job_id="job", rank=COORDINATES, reason="R", lease_left_s=2.5)
-            ),
+            heard(rank_refused=wire.RankRefused(**of_rank(reason="R", lease_left_s=2.5))),
             RankRefused(RANK, "R", "", lease_left_s=2.5),
         ),
         (
-            wire.ConnectResponse(
-                rank_max_clock=wire.RankMaxClock(
-                    job_id="job",
-                    rank=COORDINATES,
-                    max_clock=wire.MaxClock(clock_mhz=900, outlasts_lease=True),
-                )
-            ),
+            heard(rank_max_clock=wire.RankMaxClock(**of_rank(max_clock=LASTING))),
             RankMaxClock(RANK, MaxClock(900, outlasts_lease=True)),
         ),
+        (heard(rank_max_clock=wire.RankMaxClock(**of_rank())), RankMaxClock(RANK, None)),
+        (heard(telemetry_ack=wire.TelemetryAck(sequence=9)), TelemetryAck(9)),
         (
-            wire.ConnectResponse(rank_max_clock=wire.RankMaxClock(job_id="job", rank=COORDINATES)),
-            RankMaxClock(RANK, None),
-        ),
-        (wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=9)), TelemetryAck(9)),
-        (
-            wire.ConnectResponse(
-                telemetry_refused=wire.TelemetryRefused(
-                    sequence=9, reason="R", field="f", expected="e", found="g"
-                )
-            ),
+            heard(telemetry_refused=wire.TelemetryRefused(sequence=9, **REFUSED)),
             TelemetryRefused(9, "R", "f", "e", "g"),
         ),
         (
-            wire.ConnectResponse(
-                message_refused=wire.MessageRefused(
-                    reason="R", field="f", expected="e", found="g", job_id="job", rank=COORDINATES
-                )
-            ),
+            heard(message_refused=wire.MessageRefused(**of_rank(**REFUSED))),
             MessageRefused("R", "f", "e", "g", RANK),
         ),
-        (wire.ConnectResponse(heartbeat=wire.Heartbeat()), HeartbeatAnswer()),
+        (heard(heartbeat=wire.Heartbeat()), HeartbeatAnswer()),
         (
-            wire.ConnectResponse(
-                heartbeat=wire.Heartbeat(
-                    power_interval_s=1.0,
-                    savings=[wire.JobSaving(job_id="job", energy_percent=9.5, slowdown_percent=-0.5)],
-                )
-            ),
+            heard(heartbeat=wire.Heartbeat(power_interval_s=1.0, savings=[SAVING])),
             HeartbeatAnswer(1.0, {"job": Saving(9.5, -0.5)}),
         ),
-        (wire.ConnectResponse(drain=wire.Drain(reason="r")), Drain("r")),
+        (heard(drain=wire.Drain(reason="r")), Drain("r")),
+        (offer(**STOCK), PlanOffer(RANK, PlanId("e", 3), 8, 2.5, Stock())),
+        (offer(**STOCK, is_urgent=True), PlanOffer(RANK, PlanId("e", 3), 8, 2.5, Stock(), is_urgent=True)),
+        (offer(hold=wire.HoldClock(clock_mhz=900)), PlanOffer(RANK, PlanId("e", 3), 8, 2.5, Hold(900))),
+        (
+            offer(stage_plan=stage_plan(kind=WIRE_F0.kind, clock_mhz=900)),
+            PlanOffer(RANK, PlanId("e", 3), 8, 2.5, StageClocks((F0,), (900,))),
+        ),
     ],
+    ids=lambda value: type(value).__name__,
 )
 def test_messages_of_the_coordinator(message: wire.ConnectResponse, expected: object) -> None:
     assert translate.response(message) == expected
 
 
-def offer(**clocks: object) -> wire.ConnectResponse:
-    return wire.ConnectResponse(
-        plan_offer=wire.PlanOffer(
-            job_id="job",
-            rank=COORDINATES,
-            epoch="e",
-            version=3,
-            start_iteration=8,
-            lease_s=2.5,
-            **clocks,  # type: ignore[arg-type]
-        )
-    )
+TWICE = computation_pb2.StageOrder(computations=[WIRE_F0, WIRE_F0])
 
 
 @pytest.mark.parametrize(
-    ("message", "clocks"),
+    ("message", "problem"),
     [
-        (offer(stock=wire.StockClocks()), Stock()),
-        (offer(hold=wire.HoldClock(clock_mhz=900)), Hold(900)),
+        (heard(), "message: expected a message, found an empty one"),
+        (offer(), "plan_offer.clocks: expected stock, hold or stage_plan, found none"),
+        *(
+            (
+                offer(**STOCK, lease_s=lease_s),
+                f"plan_offer.lease_s: expected 0.01 to 1000000.0, found {lease_s}",
+            )
+            for lease_s in (0.0, -1.0, 1e308, math.nan, math.inf)
+        ),
+        *(
+            (
+                heard(welcome=wire.Welcome(epoch="e", lease_s=3, slot=slot, slot_count=3)),
+                f"welcome.slot: expected 0 to 2, found {slot}",
+            )
+            for slot in (-1, 3)
+        ),
+        *(
+            (
+                heard(rank_max_clock=wire.RankMaxClock(**of_rank(max_clock=wire.MaxClock(clock_mhz=mhz)))),
+                f"rank_max_clock.max_clock.clock_mhz: expected 1 to 100000, found {mhz}",
+            )
+            for mhz in (0, -900, 100_001)
+        ),
+        (offer(**STOCK, version=0), "plan_offer.version: expected 1 to 9007199254740992, found 0"),
         (
-            offer(
-                stage_plan=frontier_pb2.StagePlan(
-                    computations=[frontier_pb2.PlannedComputation(kind=WIRE_F0.kind, clock_mhz=900)]
-                )
-            ),
-            StageClocks((F0,), (900,)),
+            offer(stage_plan=stage_plan()),
+            "plan_offer.stage_plan.computations[0].kind: expected 1 to 6, found 0",
+        ),
+        (
+            heard(rank_accepted=wire.RankAccepted(**of_rank(order=TWICE))),
+            "rank_accepted.order: expected at least one computation, each once, found 2, of which 1 differ",
         ),
     ],
 )
-def test_offers(message: wire.ConnectResponse, clocks: Stock | Hold | StageClocks) -> None:
-    assert translate.response(message) == PlanOffer(RANK, PlanId("e", 3), 8, 2.5, clocks)
-
-
-def test_an_urgent_offer() -> None:
-    message = offer(stock=wire.StockClocks(), is_urgent=True)
-    assert translate.response(message) == PlanOffer(RANK, PlanId("e", 3), 8, 2.5, Stock(), is_urgent=True)
-
-
-@pytest.mark.parametrize("clock_mhz", [0, -900, 100_001])
-def test_an_invalid_max_clock_is_named(clock_mhz: int) -> None:
-    max_clock = wire.MaxClock(clock_mhz=clock_mhz)
-    message = wire.ConnectResponse(
-        rank_max_clock=wire.RankMaxClock(job_id="job", rank=COORDINATES, max_clock=max_clock)
-    )
+def test_violations_of_the_contract_are_named(message: wire.ConnectResponse, problem: str) -> None:
     with pytest.raises(translate.MalformedMessageError) as caught:
         translate.response(message)
-    assert str(caught.value) == f"rank_max_clock.max_clock.clock_mhz: expected 1 to 100000, found {clock_mhz}"
-    assert caught.value.refused.rank == RANK
-
-
-def test_violations_of_the_contract_are_named() -> None:
-    def refused(message: wire.ConnectResponse) -> str:
-        with pytest.raises(translate.MalformedMessageError) as caught:
-            translate.response(message)
-        return str(caught.value)
-
-    assert refused(wire.ConnectResponse()) == "message: expected a message, found an empty one"
-    assert refused(offer()) == "plan_offer.clocks: expected stock, hold or stage_plan, found none"
-    for lease_s in (0.0, -1.0, 1e308, math.nan, math.inf):
-        message = offer(stock=wire.StockClocks())
-        message.plan_offer.lease_s = lease_s
-        assert refused(message) == f"plan_offer.lease_s: expected 0.01 to 1000000.0, found {lease_s}"
-    for slot in (-1, 3):
-        message = wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=3, slot=slot, slot_count=3))
-        assert refused(message) == f"welcome.slot: expected 0 to 2, found {slot}"
-    message = offer(stock=wire.StockClocks())
-    message.plan_offer.version = 0
-    assert refused(message) == "plan_offer.version: expected 1 to 9007199254740992, found 0"
-    message = offer(stage_plan=frontier_pb2.StagePlan(computations=[frontier_pb2.PlannedComputation()]))
-    assert refused(message) == "plan_offer.stage_plan.computations[0].kind: expected 1 to 6, found 0"
-    message = wire.ConnectResponse(rank_accepted=wire.RankAccepted(job_id="job", rank=COORDINATES))
-    message.rank_accepted.order.computations.extend([WIRE_F0, WIRE_F0])
-    assert refused(message).endswith(
-        "expected at least one computation, each once, found 2, of which 1 differ"
-    )
+    assert str(caught.value) == problem
+    has_rank = message.WhichOneof("message") not in (None, "welcome")
+    assert caught.value.refused.rank == (RANK if has_rank else None)
 
 
 def test_a_registration_that_is_no_job_spec_is_refused() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from time import time
 from typing import Any
 
@@ -27,12 +28,19 @@ from perseus.v1 import agent_service_pb2_grpc, computation_pb2, rank_pb2
 from tests.agent.coordinator_stub import until
 from tests.ports import free_port
 
-Script = Callable[[AsyncIterator[wire.ConnectRequest]], AsyncIterator[wire.ConnectResponse]]
+Requests = AsyncIterator[wire.ConnectRequest]
+Responses = AsyncIterator[wire.ConnectResponse | Status]
+Script = Callable[[Requests], Responses]
 AGENT = AgentIdentity("instance", "0", "host")
 
 
-def welcome(lease_s: float) -> wire.ConnectResponse:
-    return wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=lease_s))
+def welcome(lease_s: float, **more: Any) -> wire.ConnectResponse:
+    return wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=lease_s, **more))
+
+
+def acknowledged(sequence: int, commit_marker: str = "") -> wire.ConnectResponse:
+    ack = wire.TelemetryAck(sequence=sequence, commit_marker=commit_marker)
+    return wire.ConnectResponse(telemetry_ack=ack)
 
 
 class Witness:
@@ -52,38 +60,62 @@ class Witness:
 
 
 class ScriptedCoordinator(agent_service_pb2_grpc.AgentServiceServicer):
-    """A server whose streams follow the scripts in order, and then repeat the last."""
+    """A server whose streams follow the scripts in order, and then repeat the last; a status ends one."""
 
     def __init__(self, *scripts: Script) -> None:
         self._scripts = list(scripts)
 
     async def Connect(  # noqa: N802 - gRPC's name
         self,
-        request_iterator: AsyncIterator[wire.ConnectRequest],
+        request_iterator: Requests,
         context: grpc.aio.ServicerContext[wire.ConnectRequest, wire.ConnectResponse],
     ) -> AsyncIterator[wire.ConnectResponse]:
         script = self._scripts.pop(0) if len(self._scripts) > 1 else self._scripts[0]
         async for response in script(request_iterator):
-            yield response
+            if isinstance(response, Status):
+                await context.abort_with_status(rpc_status.to_status(response))
+            else:
+                yield response
 
 
-async def converse(witness: Witness, condition: Callable[[], bool], *scripts: Script) -> None:
+@asynccontextmanager
+async def serving(*scripts: Script) -> AsyncIterator[str]:
+    """Yield the address of a coordinator with these scripts."""
     server = grpc.aio.server()
     agent_service_pb2_grpc.add_AgentServiceServicer_to_server(ScriptedCoordinator(*scripts), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    running = asyncio.create_task(
-        Connection(Channels(f"127.0.0.1:{port}"), AGENT, witness, lambda: 0.01).run()
-    )
     try:
-        await until(condition, "the conversation")
+        yield f"127.0.0.1:{port}"
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
         await server.stop(None)
 
 
-async def silent(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+@asynccontextmanager
+async def running(connection: Connection) -> AsyncIterator[None]:
+    task = asyncio.create_task(connection.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def converse(
+    witness: Witness,
+    condition: Callable[[], bool],
+    *scripts: Script,
+    token: TokenSource | None = None,
+    random: float = 0.01,
+) -> None:
+    async with (
+        serving(*scripts) as address,
+        running(Connection(Channels(address, token=token), AGENT, witness, lambda: random)),
+    ):
+        await until(condition, "the conversation")
+
+
+async def silent(requests: Requests) -> Responses:
     yield welcome(lease_s=0.2)
     await asyncio.sleep(30)
 
@@ -97,9 +129,7 @@ async def test_silence_for_a_lease_ends_the_stream() -> None:
 async def test_answered_heartbeats_keep_the_stream() -> None:
     heartbeats = 0
 
-    async def answering(
-        requests: AsyncIterator[wire.ConnectRequest],
-    ) -> AsyncIterator[wire.ConnectResponse]:
+    async def answering(requests: Requests) -> Responses:
         nonlocal heartbeats
         async for request in requests:
             if request.WhichOneof("message") == "hello":
@@ -116,9 +146,7 @@ async def test_answered_heartbeats_keep_the_stream() -> None:
 async def test_heartbeats_tell_how_far_the_clock_is_ahead_of_the_coordinators() -> None:
     skew_s, reports_s = 1e6, list[float | None]()
 
-    async def answering(
-        requests: AsyncIterator[wire.ConnectRequest],
-    ) -> AsyncIterator[wire.ConnectResponse]:
+    async def answering(requests: Requests) -> Responses:
         async for request in requests:
             if request.WhichOneof("message") == "hello":
                 yield welcome(lease_s=1.0)
@@ -134,18 +162,18 @@ async def test_heartbeats_tell_how_far_the_clock_is_ahead_of_the_coordinators() 
 
 
 async def test_streams_that_end_fail_or_begin_wrongly_are_followed_by_another() -> None:
-    async def ends(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+    async def ends(requests: Requests) -> Responses:
         return
         yield
 
-    async def fails(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+    async def fails(requests: Requests) -> Responses:
         raise RuntimeError
         yield
 
-    async def impolite(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+    async def impolite(requests: Requests) -> Responses:
         yield wire.ConnectResponse(heartbeat=wire.Heartbeat())
 
-    async def malformed(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+    async def malformed(requests: Requests) -> Responses:
         yield welcome(lease_s=-1)
 
     witness = Witness()
@@ -174,15 +202,15 @@ async def test_unknown_messages_of_a_newer_coordinator_are_refused() -> None:
         wire.ConnectResponse(rank_refused=wire.RankRefused(job_id="job", reason="R")),
     ]
 
-    async def newer(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+    async def newer(requests: Requests) -> Responses:
         hello.CopyFrom((await anext(requests)).hello)
         yield NEWER
-        yield wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=30, protocol_version=9))
+        yield welcome(30, protocol_version=9)
         for _ in range(3):
             yield NEWER
         for response in refused:
             yield response
-        yield wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=1))
+        yield acknowledged(1)
         async for request in requests:
             reported.extend([request.message_refused] if request.HasField("message_refused") else [])
 
@@ -214,7 +242,7 @@ async def test_unknown_messages_of_a_newer_coordinator_are_refused() -> None:
 
 @pytest.mark.parametrize("lease_s", [1e308, 5e-324, math.nan])
 async def test_a_welcome_with_an_invalid_lease_is_refused(lease_s: float) -> None:
-    async def odd(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+    async def odd(requests: Requests) -> Responses:
         yield welcome(lease_s=lease_s)
 
     witness = Witness()
@@ -225,21 +253,17 @@ async def test_a_welcome_with_an_invalid_lease_is_refused(lease_s: float) -> Non
 async def test_the_latest_commit_marker_is_sent_on_the_next_stream() -> None:
     output: list[str] = []
 
-    async def script(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+    async def script(requests: Requests) -> Responses:
         output.append((await anext(requests)).hello.commit_marker)
-        yield wire.ConnectResponse(
-            welcome=wire.Welcome(epoch="e", lease_s=9, commit_marker=f"w{len(output)}")
-        )
+        yield welcome(9, commit_marker=f"w{len(output)}")
         if len(output) == 1:
-            yield wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=0, commit_marker="a"))
+            yield acknowledged(0, "a")
         elif len(output) == 2:
-            offer = wire.PlanOffer(
-                commit_marker="o", version=-1
-            )  # the offer is refused, but its marker counts
-            yield wire.ConnectResponse(plan_offer=offer)
+            # The offer is refused, but its marker counts.
+            yield wire.ConnectResponse(plan_offer=wire.PlanOffer(commit_marker="o", version=-1))
             yield wire.ConnectResponse(heartbeat=wire.Heartbeat())
         elif len(output) == 4:
-            yield wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=0, commit_marker="x" * 257))
+            yield acknowledged(0, "x" * 257)
 
     await converse(Witness(), lambda: len(output) >= 5, script)
     assert output[:5] == ["", "a", "o", "w3", "w4"]
@@ -249,10 +273,10 @@ async def test_the_instance_key_is_sent_on_every_further_stream() -> None:
     output: list[str] = []
     reported = ["key", "", "x" * 257, "newer", ""]
 
-    async def script(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+    async def script(requests: Requests) -> Responses:
         output.append((await anext(requests)).hello.instance_key)
         key = reported[min(len(output), len(reported)) - 1]
-        yield wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=9, instance_key=key))
+        yield welcome(9, instance_key=key)
 
     await converse(Witness(), lambda: len(output) >= 5, script)
     assert output[:5] == ["", "key", "key", "key", "newer"]
@@ -262,13 +286,11 @@ async def test_a_stream_stays_with_the_slot_of_its_first_welcome() -> None:
     output: list[int | None] = []
     slots = [(0, 0), (0, 1), (2, 3), (1, 3), (2, 3)]
 
-    async def script(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+    async def script(requests: Requests) -> Responses:
         hello = (await anext(requests)).hello
         output.append(hello.slot if hello.HasField("slot") else None)
         slot, slot_count = slots[min(len(output), len(slots)) - 1]
-        yield wire.ConnectResponse(
-            welcome=wire.Welcome(epoch="e", lease_s=9, slot=slot, slot_count=slot_count)
-        )
+        yield welcome(9, slot=slot, slot_count=slot_count)
 
     witness = Witness()
     await converse(witness, lambda: len(output) >= 6, script)
@@ -277,51 +299,43 @@ async def test_a_stream_stays_with_the_slot_of_its_first_welcome() -> None:
     assert welcomes[:4] == [0, 0, 2, 2], "the one for another slot is not accepted"
 
 
-async def test_no_attempt_is_made_before_the_retry_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a refusal with a retry delay, the next attempt waits for that delay."""
+def refusal(message: str, **delay: int) -> Status:
+    status = Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message=message)
+    status.details.add().Pack(RetryInfo(retry_delay=Duration(**delay)))
+    return status
+
+
+@pytest.fixture
+def pauses_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses that connections make, which take no time, unless for a heartbeat."""
     pauses_s: list[float] = []
     sleep = asyncio.sleep
 
-    async def noting(delay_s: float) -> None:
+    async def hurried(delay_s: float) -> None:
         pauses_s.append(delay_s)
-        await sleep(delay_s if delay_s not in (5.5, 300.0) else 0)
+        await sleep(delay_s if 1 < delay_s < 4000 and delay_s not in (5.5, 300.0) else 0)
 
-    full = Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="too many streams")
-    full.details.add().Pack(RetryInfo(retry_delay=Duration(seconds=5, nanos=500_000_000)))
-    ever = Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="come never again")
-    ever.details.add().Pack(RetryInfo(retry_delay=Duration(seconds=10**9)))
-    statuses = [full, full, ever]
+    monkeypatch.setattr("perseus.agent.stream.connection.asyncio.sleep", hurried)
+    return pauses_s
 
-    class Full(agent_service_pb2_grpc.AgentServiceServicer):
-        async def Connect(  # noqa: N802 - gRPC's name
-            self,
-            request_iterator: AsyncIterator[wire.ConnectRequest],
-            context: grpc.aio.ServicerContext[wire.ConnectRequest, wire.ConnectResponse],
-        ) -> AsyncIterator[wire.ConnectResponse]:
-            await anext(request_iterator)  # a call that ends during a write ends as INTERNAL
-            if statuses:
-                await context.abort_with_status(rpc_status.to_status(statuses.pop(0)))
-            yield welcome(30.0)
-            await asyncio.Event().wait()
 
-    server = grpc.aio.server()
-    agent_service_pb2_grpc.add_AgentServiceServicer_to_server(Full(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
+async def test_no_attempt_is_made_before_the_retry_delay(pauses_s: list[float]) -> None:
+    """After a refusal with a retry delay, the next attempt waits for that delay."""
+    full = refusal("too many streams", seconds=5, nanos=500_000_000)
+    statuses = [full, full, refusal("come never again", seconds=10**9)]
+
+    async def refuses(requests: Requests) -> Responses:
+        await anext(requests)  # a call that ends during a write ends as INTERNAL
+        if statuses:
+            yield statuses.pop(0)
+        yield welcome(30.0)
+        await asyncio.Event().wait()
+
     witness = Witness()
-    connection = Connection(Channels(f"127.0.0.1:{port}"), AGENT, witness, lambda: 0.0)
-    with capture_logs() as logs, monkeypatch.context() as patch:
-        patch.setattr("perseus.agent.stream.connection.asyncio.sleep", noting)
-        running = asyncio.create_task(connection.run())
-        while not witness.seen:
-            await sleep(0.01)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await server.stop(None)
+    with capture_logs() as logs:
+        await converse(witness, lambda: bool(witness.seen), refuses, random=0.0)
     assert [each for each in pauses_s if each in (5.5, 300.0)] == [5.5, 5.5, 300.0]
-    assert {line["log_level"] for line in logs} <= {"warning", "info"}, (
-        "no error: the refusal had a retry delay"
-    )
+    assert {line["log_level"] for line in logs} <= {"warning", "info"}, "the refusal had a retry delay"
 
 
 class Reporting(Witness):
@@ -337,21 +351,13 @@ class Reporting(Witness):
 
 @pytest.mark.parametrize("max_bundle_bytes", [0, 100, 2**20])
 async def test_what_ranks_report_together_is_sent_together_if_the_coordinator_takes_it(
-    max_bundle_bytes: int, monkeypatch: pytest.MonkeyPatch
+    max_bundle_bytes: int, pauses_s: list[float]
 ) -> None:
-    pauses_s: list[float] = []
     heard: list[wire.ConnectRequest] = []
-    sleep = asyncio.sleep
 
-    async def hurried(delay_s: float) -> None:
-        pauses_s.append(delay_s)
-        await sleep(0 if delay_s < 1 else delay_s)  # the next heartbeat is far away
-
-    async def script(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+    async def script(requests: Requests) -> Responses:
         assert (await anext(requests)).hello.max_bundle_bytes == 2**20
-        yield wire.ConnectResponse(
-            welcome=wire.Welcome(epoch="e", lease_s=9000, max_bundle_bytes=max_bundle_bytes)
-        )
+        yield welcome(9000, max_bundle_bytes=max_bundle_bytes)
         async for request in requests:
             heard.append(request)  # noqa: PERF401 - it is read meanwhile
 
@@ -363,23 +369,13 @@ async def test_what_ranks_report_together_is_sent_together_if_the_coordinator_ta
         ]  # an unbundled one has no messages
         return [one.trainer_unmarked.job_id for one in each if one.HasField("trainer_unmarked")]
 
-    server = grpc.aio.server()
-    agent_service_pb2_grpc.add_AgentServiceServicer_to_server(ScriptedCoordinator(script), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    witness.connection = Connection(Channels(f"127.0.0.1:{port}"), AGENT, witness, lambda: 0.0)
-    with monkeypatch.context() as patch:
-        patch.setattr("perseus.agent.stream.connection.asyncio.sleep", hurried)
-        running = asyncio.create_task(witness.connection.run())
-        while len(reported()) < 8:
-            await sleep(0.01)
-        witness.connection.close("done")
-        witness.connection.send(wire.TrainerUnmarked(job_id="too late"))
-        while not any(request.HasField("goodbye") for request in heard):
-            await sleep(0.01)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await server.stop(None)
+    async with serving(script) as address:
+        witness.connection = Connection(Channels(address), AGENT, witness, lambda: 0.0)
+        async with running(witness.connection):
+            await until(lambda: len(reported()) >= 8, "the reports")
+            witness.connection.close("done")
+            witness.connection.send(wire.TrainerUnmarked(job_id="too late"))
+            await until(lambda: any(request.HasField("goodbye") for request in heard), "the goodbye")
     assert reported() == [f"{number}" for number in range(8)]
     sizes = [len(request.bundle.messages) for request in heard]
     if max_bundle_bytes:
@@ -394,18 +390,16 @@ async def test_what_ranks_report_together_is_sent_together_if_the_coordinator_ta
 
 async def test_a_bundle_of_the_coordinator_is_taken_apart() -> None:
     reported: list[wire.MessageRefused] = []
-    acknowledged = [
-        wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=number)) for number in range(3)
-    ]
+    acks = [acknowledged(number) for number in range(3)]
 
     def bundle(*messages: wire.ConnectResponse) -> wire.ConnectResponse:
         return wire.ConnectResponse(bundle=wire.ConnectResponseBundle(messages=messages))
 
-    async def script(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+    async def script(requests: Requests) -> Responses:
         yield welcome(9000)
-        yield bundle(acknowledged[0], NEWER, bundle(acknowledged[0]), acknowledged[1])
-        yield bundle(*acknowledged * 100)
-        yield acknowledged[2]
+        yield bundle(acks[0], NEWER, bundle(acks[0]), acks[1])
+        yield bundle(*acks * 100)
+        yield acks[2]
         async for request in requests:
             reported.extend([request.message_refused] if request.HasField("message_refused") else [])
 
@@ -422,32 +416,18 @@ async def test_a_bundle_of_the_coordinator_is_taken_apart() -> None:
 async def test_a_repeated_refusal_is_logged_once_until_a_stream_opens() -> None:
     attempts = 0
 
-    class Refusing(agent_service_pb2_grpc.AgentServiceServicer):
-        async def Connect(  # noqa: N802 - gRPC's name
-            self,
-            request_iterator: AsyncIterator[wire.ConnectRequest],
-            context: grpc.aio.ServicerContext[wire.ConnectRequest, wire.ConnectResponse],
-        ) -> AsyncIterator[wire.ConnectResponse]:
-            nonlocal attempts
-            attempts += 1
-            await anext(request_iterator)  # a call that ends during a write ends as INTERNAL
-            if attempts == 5:
-                yield welcome(30.0)
-            text = "token 'a' is revoked" if attempts <= 8 else "token 'a' has expired"
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+    async def refuses(requests: Requests) -> Responses:
+        nonlocal attempts
+        attempts += 1
+        await anext(requests)  # a call that ends during a write ends as INTERNAL
+        if attempts == 5:
+            yield welcome(30.0)
+        text = "token 'a' is revoked" if attempts <= 8 else "token 'a' has expired"
+        yield Status(code=grpc.StatusCode.UNAUTHENTICATED.value[0], message=text)
 
-    server = grpc.aio.server()
-    agent_service_pb2_grpc.add_AgentServiceServicer_to_server(Refusing(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
     token = TokenSource(token="secret", variable="PERSEUS_AGENT_TOKEN")
-    connection = Connection(Channels(f"127.0.0.1:{port}", token=token), AGENT, Witness(), lambda: 0.01)
     with capture_logs() as logs:
-        running = asyncio.create_task(connection.run())
-        await until(lambda: attempts >= 12, "some attempts")
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await server.stop(None)
+        await converse(Witness(), lambda: attempts >= 12, refuses, token=token)
     origin = "the token is from PERSEUS_AGENT_TOKEN"
     revoked, expired = (
         f"UNAUTHENTICATED: token 'a' {what}; {origin}" for what in ("is revoked", "has expired")
@@ -463,12 +443,9 @@ async def test_a_repeated_refusal_is_logged_once_until_a_stream_opens() -> None:
 
 async def test_the_log_names_the_coordinator_that_did_not_answer() -> None:
     dead = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    connection = Connection(Channels(",".join(dead)), AGENT, Witness(), lambda: 0.01)
     with capture_logs() as logs:
-        running = asyncio.create_task(connection.run())
-        await until(lambda: bool(logs), "both were tried")
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+        async with running(Connection(Channels(",".join(dead)), AGENT, Witness(), lambda: 0.01)):
+            await until(lambda: bool(logs), "both were tried")
     assert (logs[0]["event"], logs[0]["coordinator"]) == ("no coordinator", dead[1])
     assert dead[1] in logs[0]["reason"]
 
@@ -497,12 +474,10 @@ class ClumsyWitness(Witness):
 
 
 async def test_a_bug_in_one_message_does_not_end_the_stream() -> None:
-    async def acknowledges(
-        requests: AsyncIterator[wire.ConnectRequest],
-    ) -> AsyncIterator[wire.ConnectResponse]:
+    async def acknowledges(requests: Requests) -> Responses:
         yield welcome(lease_s=30)
-        yield wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=1))
-        yield wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=2))
+        yield acknowledged(1)
+        yield acknowledged(2)
         await asyncio.sleep(30)
 
     witness = ClumsyWitness(on_connected=False)
@@ -518,37 +493,28 @@ async def test_a_bug_in_a_stream_ends_only_that_stream() -> None:
     assert witness.seen[:3] == [Welcome("e", 0.2, 0), "disconnected", Welcome("e", 0.2, 0)]
 
 
-async def test_a_call_that_grpc_cancels_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unrequested cancellation would otherwise end the agent's connection silently and for good."""
-    stream, count = Connection._stream, 0
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        # An unrequested cancellation would otherwise end the agent's connection silently and for good.
+        pytest.param(Connection, "_stream", asyncio.CancelledError(), id="a call that gRPC cancels"),
+        pytest.param(Channels, "open", OSError(24, "too many open files"), id="a channel that can't open"),
+    ],
+)
+async def test_what_fails_once_is_retried(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, error: BaseException
+) -> None:
+    original, errors = getattr(owner, name), [error]
 
-    async def cancelled_at_first(self: Connection, *arguments: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == 1:
-            raise asyncio.CancelledError
-        return await stream(self, *arguments)
+    def fail_at_first(*arguments: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return original(*arguments)
 
-    monkeypatch.setattr(Connection, "_stream", cancelled_at_first)
+    monkeypatch.setattr(owner, name, fail_at_first)
     witness = Witness()
     await converse(witness, lambda: len(witness.seen) > 0, silent)
-    assert witness.seen[0] == Welcome("e", 0.2, 0)
-
-
-async def test_a_channel_that_can_not_be_opened_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, count = Channels.open, 0
-
-    def open_late(self: Channels, *arguments: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == 1:
-            raise OSError(24, "too many open files")
-        return opened(self, *arguments)
-
-    monkeypatch.setattr(Channels, "open", open_late)
-    witness = Witness()
-    await converse(witness, lambda: len(witness.seen) > 0, silent)
-    assert count >= 2
+    assert (witness.seen[0], errors) == (Welcome("e", 0.2, 0), [])
 
 
 def refused_rank(lease_epoch: int) -> wire.ConnectResponse:
@@ -562,7 +528,7 @@ async def test_a_coordinator_from_which_another_has_taken_over_is_not_heeded() -
     reported: list[wire.MessageRefused] = []
     epochs = iter([[3, 4], [3, 4, 0]])
 
-    async def script(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+    async def script(requests: Requests) -> Responses:
         await anext(requests)
         yield welcome(lease_s=9)
         for lease_epoch in next(epochs):
@@ -584,21 +550,15 @@ async def test_a_coordinator_from_which_another_has_taken_over_is_not_heeded() -
 
 
 async def test_the_one_that_serves_is_found_from_one_that_is_gone_and_one_that_stands_by() -> None:
-    servers = [grpc.aio.server(), grpc.aio.server()]
-    agent_service_pb2_grpc.add_AgentServiceServicer_to_server(ScriptedCoordinator(silent), servers[0])
-    serving, standing_by = (server.add_insecure_port("127.0.0.1:0") for server in servers)
-    fleet = Fleet(members=[Member("other", f"127.0.0.1:{serving}")], slots=[Slot(0, "other", 1)])
-    servers[1].add_generic_rpc_handlers((Elsewhere(fleet),))
-    for server in servers:
-        await server.start()
-    witness = Witness()
-    channels = Channels(f"127.0.0.1:1,127.0.0.1:{standing_by}")
-    running = asyncio.create_task(Connection(channels, AGENT, witness, lambda: 1.0).run())
-    try:
-        await until(lambda: bool(witness.seen), "the welcome")
-        assert channels.address == f"127.0.0.1:{serving}"
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        for server in servers:
-            await server.stop(None)
+    standby = grpc.aio.server()
+    port = standby.add_insecure_port("127.0.0.1:0")
+    async with serving(silent) as address:
+        fleet = Fleet(members=[Member("other", address)], slots=[Slot(0, "other", 1)])
+        standby.add_generic_rpc_handlers((Elsewhere(fleet),))
+        await standby.start()
+        witness = Witness()
+        channels = Channels(f"127.0.0.1:1,127.0.0.1:{port}")
+        async with running(Connection(channels, AGENT, witness, lambda: 1.0)):
+            await until(lambda: bool(witness.seen), "the welcome")
+            assert channels.address == address
+        await standby.stop(None)

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc
@@ -74,7 +75,7 @@ class Inbox:
 class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_pb2_grpc.JobServiceServicer):
     """Serves on loopback until `stop`; `say` speaks to the agent that is connected."""
 
-    def __init__(self, inbox: Inbox, order: list[computation_pb2.Computation]) -> None:
+    def __init__(self, inbox: Inbox, order: Sequence[computation_pb2.Computation] = ()) -> None:
         self.inbox = inbox
         self.port = 0
         self._order = order
@@ -187,3 +188,14 @@ class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_p
         else:
             refused = wire.RankRefused(job_id=joined.job_id, rank=joined.rank, reason="JOB_NOT_FOUND")
             self.send(wire.ConnectResponse(rank_refused=refused))
+
+
+@asynccontextmanager
+async def coordinating(inbox: Inbox | None = None, port: int = 0) -> AsyncIterator[CoordinatorStub]:
+    """Serve within the block."""
+    coordinator = CoordinatorStub(inbox or Inbox())  # type: ignore[abstract] # it serves RegisterJob only
+    await coordinator.start(port)
+    try:
+        yield coordinator
+    finally:
+        await coordinator.stop()

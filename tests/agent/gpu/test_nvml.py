@@ -294,59 +294,39 @@ def test_without_a_driver_there_is_nothing_to_shut_down(code: int, advice: str) 
     assert nvml.calls == [("nvmlInit",)]
 
 
+MIG_ENABLED = [pynvml.NVML_DEVICE_MIG_ENABLE, pynvml.NVML_DEVICE_MIG_ENABLE]
+NOT_FOUND, NOT_SUPPORTED = (
+    pynvml.NVMLError(code) for code in (pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_ERROR_NOT_SUPPORTED)
+)
+
+
 @pytest.mark.parametrize(
-    ("uuid", "nvml", "error_class", "message"),
+    ("name", "answer", "message"),
     [
+        ("HandleByUUID", NOT_FOUND, "GPU-a.*nvidia-smi -L"),
+        ("Architecture", pynvml.NVML_DEVICE_ARCH_PASCAL, "expected architecture 5 .Volta. or newer, found 4"),
+        ("MigMode", MIG_ENABLED, "expected MIG mode off, found it on"),
+        ("SupportedMemoryClocks", NOT_SUPPORTED, "nvmlDeviceGetSupportedMemoryClocks"),
+        ("SupportedMemoryClocks", [], "MemoryClocks: expected at least one clock, found none"),
+        ("SupportedGraphicsClocks", [0], "GraphicsClocks: expected at least one clock, found none"),
         (
-            "GPU-b",
-            failing("nvmlDeviceGetHandleByUUID", pynvml.NVML_ERROR_NOT_FOUND),
-            GpuNotFoundError,
-            "GPU-b.*nvidia-smi -L",
-        ),
-        (
-            "GPU-a",
-            FakeNvml(nvmlDeviceGetArchitecture=pynvml.NVML_DEVICE_ARCH_PASCAL),
-            GpuUnsupportedError,
-            "expected architecture 5 .Volta. or newer, found 4",
-        ),
-        (
-            "GPU-a",
-            FakeNvml(nvmlDeviceGetMigMode=[pynvml.NVML_DEVICE_MIG_ENABLE, pynvml.NVML_DEVICE_MIG_ENABLE]),
-            GpuUnsupportedError,
-            "expected MIG mode off, found it on",
-        ),
-        ("MIG-a", FakeNvml(), GpuUnsupportedError, "expected a whole GPU, found a MIG device"),
-        (
-            "GPU-a",
-            failing("nvmlDeviceGetSupportedMemoryClocks", pynvml.NVML_ERROR_NOT_SUPPORTED),
-            GpuUnsupportedError,
-            "nvmlDeviceGetSupportedMemoryClocks",
-        ),
-        (
-            "GPU-a",
-            FakeNvml(nvmlDeviceGetSupportedMemoryClocks=[]),
-            GpuUnsupportedError,
-            "nvmlDeviceGetSupportedMemoryClocks: expected at least one clock, found none",
-        ),
-        (
-            "GPU-a",
-            FakeNvml(nvmlDeviceGetSupportedGraphicsClocks=[0]),
-            GpuUnsupportedError,
-            "nvmlDeviceGetSupportedGraphicsClocks: expected at least one clock, found none",
-        ),
-        (
-            "GPU-a",
-            failing("nvmlDeviceGetSupportedGraphicsClocks", pynvml.NVML_ERROR_NOT_FOUND),
-            GpuUnsupportedError,
-            "nvmlDeviceGetSupportedGraphicsClocks: Not Found: this GPU or this driver does not support it",
+            "SupportedGraphicsClocks",
+            NOT_FOUND,
+            "GraphicsClocks: Not Found: this GPU or this driver does not support it",
         ),
     ],
 )
-def test_an_unfit_gpu_is_refused_and_closed(
-    uuid: str, nvml: FakeNvml, error_class: type[GpuError], message: str
-) -> None:
-    with pytest.raises(error_class, match=message):
-        NvmlGpu(uuid, nvml=nvml)
+def test_an_unfit_gpu_is_refused_and_closed(name: str, answer: Any, message: str) -> None:
+    nvml = FakeNvml(**{f"nvmlDeviceGet{name}": answer})
+    with pytest.raises(GpuNotFoundError if name == "HandleByUUID" else GpuUnsupportedError, match=message):
+        NvmlGpu("GPU-a", nvml=nvml)
+    assert nvml.calls[-1] == ("nvmlShutdown",)
+
+
+def test_a_part_of_a_gpu_is_refused_and_closed() -> None:
+    nvml = FakeNvml()
+    with pytest.raises(GpuUnsupportedError, match="expected a whole GPU, found a MIG device"):
+        NvmlGpu("MIG-a", nvml=nvml)
     assert nvml.calls[-1] == ("nvmlShutdown",)
 
 

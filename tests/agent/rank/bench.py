@@ -235,9 +235,9 @@ def refused(
     return Send(plan_answer(RANK, PlanId("e", version), refusal, iteration))
 
 
-def idle_at(time_s: float) -> ScheduleClock:
+def idle_at(time_s: float, clock_mhz: int | None = None) -> ScheduleClock:
     """When a gap that has just begun turns out to be long, while no latency is known."""
-    return ScheduleClock(None, pytest.approx(time_s))  # type: ignore[arg-type]
+    return ScheduleClock(clock_mhz, pytest.approx(time_s))  # type: ignore[arg-type]
 
 
 def telemetry(commands: list[Command]) -> list[Telemetry]:

@@ -5,7 +5,7 @@ Its maximum clock replaces stock where nothing is planned, and limits held clock
 
 import pytest
 
-from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
+from perseus.agent.clocks.sets import ResetClock, ScheduleClock, SetClock
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.link.packets import Finish
 from perseus.agent.rank.commands import Command
@@ -133,6 +133,21 @@ SCRIPTS: dict[str, Script] = {
         (begin(0), [in_force(1, 0), SetClock(1400)]),
         (begin(B0, ordinal=0), [SetClock(1000)]),
     ],
+    "a gap that turns out long passes at the maximum clock": [
+        *UNDER_A_MAX_CLOCK,
+        (
+            Run(0),
+            [
+                in_force(1, 0),
+                SetClock(1400),
+                SetClock(1200),
+                SetClock(1400),
+                SetClock(1200),
+                idle_at(100.88, 1000),
+            ],
+        ),
+        (begin(1), [SetClock(1400)]),
+    ],
     "a rank that is refused or joins again has the maximum clock that comes with the answer": [
         limit(1000),
         (Disconnected(), []),  # the lease runs
@@ -209,16 +224,6 @@ def clocks_of(commands: list[Command]) -> list[Command]:
     return [command for command in commands if isinstance(command, SetClock | ResetClock | ScheduleClock)]
 
 
-def test_even_a_rare_evaluation_between_iterations_runs_at_stock(bench: Bench) -> None:
-    bench.do(offer(1, 0, stage(1000, 1200, 800, 1000)))
-    for number in range(8):
-        assert ResetClock() not in bench.do(Run(number, 0.03)), "usual gaps are short"
-        bench.do(Heard())
-    bench.now_s += 5.0
-    assert bench.do(begin(8)) == [SetClock(1000)], "it was reset 80 ms after the end"
-    assert ResetClock() not in bench.do(Run(8, 0.03)), "and this changes nothing"
-
-
 def train(bench: Bench, count: int) -> None:
     for number in range(count):
         bench.do(Run(number), Heard())
@@ -235,13 +240,6 @@ def test_a_hung_trainer_goes_to_stock_and_is_resumed(bench: Bench) -> None:
     assert bench.do(end(F0)) == [SetClock(1000)]
 
 
-def test_a_hung_trainer_goes_to_the_maximum_clock(bench: Bench) -> None:
-    bench.do(limit(800), offer(1, 0, stage(1400, 1400, 1200, 1200)))
-    train(bench, 3)
-    bench.do(begin(3), begin(F0), After(0.9))
-    assert SetClock(800) in bench.do(After(0.3))
-
-
 def test_a_trainer_that_hangs_before_a_scheduled_raise_goes_to_the_maximum_clock(bench: Bench) -> None:
     """Its computation was at the maximum clock; the raise came by itself."""
     bench.do(limit(800), offer(1, 0, stage(800, 1400, 800, 1400)))
@@ -251,13 +249,6 @@ def test_a_trainer_that_hangs_before_a_scheduled_raise_goes_to_the_maximum_clock
     assert any(isinstance(some, ScheduleClock) and some.clock_mhz == 1400 for some in scheduled)
     bench.do(After(1.0, Heard()))
     assert SetClock(800) in bench.do(After(1.0))
-
-
-def test_a_gap_that_turns_out_long_passes_at_the_maximum_clock(bench: Bench) -> None:
-    bench.do(limit(1000), offer(1, 0, PLAN))
-    (*_, idle) = clocks_of(bench.do(Run(0)))
-    assert idle == ScheduleClock(1000, pytest.approx(bench.now_s + 0.08))  # type: ignore[arg-type]
-    assert SetClock(1400) in bench.do(begin(1))
 
 
 def test_a_usual_gap_passes_at_the_next_clock_because_a_raise_would_be_late(bench: Bench) -> None:
@@ -308,24 +299,6 @@ def test_shorter_iterations_differ_too(bench: Bench) -> None:
 def test_an_unknown_computation_is_a_deviation(bench: Bench, computation: Computation) -> None:
     bench.do(offer(1, 0, Hold(1000)), begin(0))
     assert bench.do(begin(computation, ordinal=0)) == [ResetClock()]
-
-
-def test_under_a_known_plan_raises_are_scheduled(bench: Bench) -> None:
-    bench.do(offer(1, 0, stage(1000, 1000, 1400, 1400)))
-    for _ in range(64):
-        bench.do(ClockSet(1400, 1.010, 1.0, 1.0))
-    bench.do(Run(0), Run(1), Run(2), begin(3))
-    begun_s = bench.now_s
-    bench.now_s += 0.1
-    bench.do(begin(F0))
-    bench.now_s += 0.1
-    assert bench.do(end(F0)) == []
-    bench.now_s += 0.1
-    assert bench.do(begin(F1)) == [], "the wait after it is longer than the lead"
-    bench.now_s += 0.1
-    (command,) = bench.do(end(F1))
-    assert command == ScheduleClock(1400, pytest.approx(begun_s + 0.5 - 0.010, abs=0.0005))  # type: ignore[arg-type]
-    assert bench.do(TrainerGone())[0] == ResetClock(), "in place of what is scheduled"
 
 
 @pytest.mark.parametrize(("max_clock_mhz", "clock_mhz"), [(1000, 1000), (1199, 1000), (5000, 1400), (1, 800)])

@@ -24,7 +24,6 @@ from tests.agent.coordinator_stub import until
 from tests.agent.fake_gpu import FakeGpu
 
 UUID = FakeGpu.uuid
-TIMEOUT_S = 0.3
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def folder(tmp_path: Path) -> RecordFolder:
     return folder
 
 
-def restorer(folder: RecordFolder, *answers: FakeGpu | Exception) -> Restorer:
+def restorer(folder: RecordFolder, *answers: FakeGpu | Exception, timeout_s: float = 60.0) -> Restorer:
     """Return a restorer whose GPU opens with the answers in order, and then repeats the last."""
     left = list(answers)
 
@@ -44,7 +43,7 @@ def restorer(folder: RecordFolder, *answers: FakeGpu | Exception) -> Restorer:
             raise answer
         return answer
 
-    return Restorer(folder, open_gpu, GpuExecutor(timeout_s=TIMEOUT_S), retry_s=0.0)
+    return Restorer(folder, open_gpu, GpuExecutor(timeout_s=timeout_s), retry_s=0.0)
 
 
 async def test_restoring_is_retried_until_it_succeeds(folder: RecordFolder) -> None:
@@ -125,7 +124,7 @@ async def test_a_gpu_stays_taken_while_its_driver_hangs(folder: RecordFolder) ->
     def close() -> None:
         hang.wait()
 
-    restoring = restorer(folder, gpu := FakeGpu())
+    restoring = restorer(folder, gpu := FakeGpu(), timeout_s=0.3)
     await restoring.take(UUID, lambda _: gpu)
     with pytest.raises(GpuHungError):
         await restoring.give_back(UUID, close)

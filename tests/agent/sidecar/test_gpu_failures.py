@@ -51,9 +51,8 @@ def faults(tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def hang(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Ends calls that hang; they count as hung early."""
+    """Ends calls that hang; those that open or close a GPU count as hung early."""
     monkeypatch.setattr(shell, "GpuExecutor", lambda: GpuExecutor(0.5))
-    monkeypatch.setattr(served, "TIMEOUT_S", 0.5)
     return threading.Event()
 
 
@@ -131,12 +130,17 @@ async def test_transient_errors_do_not_end_a_rank(node: Node, faults: Faults) ->
 
 
 async def test_a_hanging_driver_affects_only_its_own_gpu(
-    node: Node, other: EmulatedGpu, faults: Faults, hang: threading.Event
+    node: Node,
+    other: EmulatedGpu,
+    faults: Faults,
+    hang: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lost: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(repr(context)))
     async with node.serving():
         trainer = await trainer_under_plan(node)
+        monkeypatch.setattr(served, "TIMEOUT_S", 0.5)
         with faults.during(set_clock_mhz=hang, total_energy_j=hang, reset_clock=hang, open=hang, look=hang):
             left_mhz = node.gpu.sm_clock_mhz()
             await has_failed(node)

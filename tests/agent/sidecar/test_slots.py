@@ -25,7 +25,7 @@ from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
 from perseus.job_id import slot_of
 from perseus.v1 import agent_service_pb2 as wire
-from tests.agent.coordinator_stub import CoordinatorStub, Inbox, until
+from tests.agent.coordinator_stub import CoordinatorStub, Inbox, coordinating, until
 from tests.agent.sidecar import training
 from tests.agent.sidecar.training import UUID, Start
 
@@ -247,12 +247,9 @@ async def test_a_fleet_with_another_number_of_slots_is_an_error(coordinators: li
     async with agent.running():
         with capture_logs() as logs:
             await coordinators[0].until(lambda inbox: bool(inbox.all("hello")), "connected")
-            port = coordinators[0].port
             await coordinators[0].stop()
-            other = CoordinatorStub(Inbox(slot_count=3), [])  # type: ignore[abstract] # RegisterJob only
-            await other.start(port)
-            await until(lambda: any("number of slots" in line["event"] for line in logs), "an error")
-            await other.stop()
+            async with coordinating(Inbox(slot_count=3), coordinators[0].port):
+                await until(lambda: any("number of slots" in line["event"] for line in logs), "an error")
 
 
 async def test_power_is_reported_to_the_coordinator_of_a_gpu_s_job_or_else_to_the_first(

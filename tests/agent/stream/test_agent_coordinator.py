@@ -22,7 +22,7 @@ from perseus.agent.stream.coordinator import Coordinator
 from perseus.tls.channels import Channels
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import rank_pb2
-from tests.agent.coordinator_stub import CoordinatorStub, Inbox, until
+from tests.agent.coordinator_stub import CoordinatorStub, Inbox, coordinating, until
 
 RANK = Rank("job", 0, 0, 0)
 TELEMETRY = Telemetry(RANK, (), (), None, None)
@@ -61,19 +61,9 @@ class Agent:
         self.seen.append("disconnected")
 
 
-@asynccontextmanager
-async def serving(inbox: Inbox, port: int = 0) -> AsyncIterator[CoordinatorStub]:
-    server = CoordinatorStub(inbox, [])  # type: ignore[abstract] # it serves RegisterJob only
-    await server.start(port)
-    try:
-        yield server
-    finally:
-        await server.stop()
-
-
 @pytest.fixture
 async def server() -> AsyncIterator[CoordinatorStub]:
-    async with serving(Inbox()) as server:
+    async with coordinating() as server:
         yield server
 
 
@@ -122,7 +112,7 @@ async def test_unacknowledged_telemetry_is_resent_on_the_next_stream(server: Coo
         await server.stop()
         await until(lambda: "disconnected" in agent.seen, "disconnected")
         agent.coordinator.send(TELEMETRY)
-        async with serving(Inbox(acknowledged_sequence=1), server.port) as restarted:
+        async with coordinating(Inbox(acknowledged_sequence=1), server.port) as restarted:
             await restarted.until(lambda inbox: inbox.acknowledged_sequence == 3, "telemetry")
             assert output(restarted) == ["hello", "plan_in_force", "telemetry", "telemetry"]
             assert [each.telemetry.sequence for each in restarted.inbox.all("telemetry")] == [2, 3]

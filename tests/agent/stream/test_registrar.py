@@ -12,7 +12,7 @@ from perseus.agent.stream.registration import Refused, Registered, Registrar, Un
 from perseus.job_id import slot_of
 from perseus.tls.channels import Channels
 from perseus.v1 import job_pb2, job_service_pb2
-from tests.agent.coordinator_stub import CoordinatorStub, Inbox, until
+from tests.agent.coordinator_stub import CoordinatorStub, Inbox, coordinating, until
 
 RANK = Rank("job", 0, 0, 0)
 REGISTRATION = Registration({"jobId": "job"}, "request", "fingerprint")
@@ -24,10 +24,8 @@ KNOWN = job_service_pb2.RegisterJobRequest(
 
 @pytest.fixture
 async def coordinator() -> AsyncIterator[CoordinatorStub]:
-    coordinator = CoordinatorStub(Inbox(), [])  # type: ignore[abstract] # it serves RegisterJob only
-    await coordinator.start(0)
-    yield coordinator
-    await coordinator.stop()
+    async with coordinating() as coordinator:
+        yield coordinator
 
 
 @pytest.fixture
@@ -62,18 +60,15 @@ async def test_a_job_is_registered_again_when_the_coordinator_does_not_know_it(
 
 
 async def test_a_job_is_registered_as_soon_as_there_is_a_coordinator() -> None:
-    coordinator = CoordinatorStub(Inbox(), [])  # type: ignore[abstract] # it serves RegisterJob only
-    await coordinator.start(0)
-    await coordinator.stop()
+    async with coordinating() as coordinator:
+        pass
     registrar = Registrar(channels_of(coordinator))
     outcome = await registrar.register("job", REGISTRATION)
     assert isinstance(outcome, Unreachable)
     assert f"127.0.0.1:{coordinator.port}: UNAVAILABLE" in outcome.message
-    restarted = CoordinatorStub(Inbox(), [])  # type: ignore[abstract] # it serves RegisterJob only
-    await restarted.start(coordinator.port)
-    registrar.rank_refused(UNKNOWN)
-    await registered(restarted)
-    await restarted.stop()
+    async with coordinating(port=coordinator.port) as restarted:
+        registrar.rank_refused(UNKNOWN)
+        await registered(restarted)
 
 
 @pytest.mark.parametrize(
@@ -210,17 +205,13 @@ async def test_a_limit_with_a_retry_delay_is_waited_for(coordinator: Coordinator
 
 async def test_a_job_of_another_slot_is_registered_where_that_is_served() -> None:
     own = slot_of("job", 2)
-    there = CoordinatorStub(Inbox(slot=own, slot_count=2), [])  # type: ignore[abstract] # RegisterJob only
-    await there.start(0)
-    inbox = Inbox(slot=1 - own, slot_count=2, addresses={own: f"127.0.0.1:{there.port}"})
-    here = CoordinatorStub(inbox, [])  # type: ignore[abstract] # RegisterJob only
-    await here.start(0)
-    channels = channels_of(here)
-    assert await Registrar(channels).register("job", REGISTRATION) == Registered()
-    assert channels("job").address == f"127.0.0.1:{here.port}", "a stream's way stays its own"
-    assert (here.inbox.jobs, there.inbox.jobs) == ({}, {"job": KNOWN})
-    inbox.addresses[own] = ""
-    outcome = await Registrar(channels).register("job", REGISTRATION)
-    assert isinstance(outcome, Unreachable), "nobody serves the slot at present"
-    for stub in (here, there):
-        await stub.stop()
+    async with coordinating(Inbox(slot=own, slot_count=2)) as there:
+        inbox = Inbox(slot=1 - own, slot_count=2, addresses={own: f"127.0.0.1:{there.port}"})
+        async with coordinating(inbox) as here:
+            channels = channels_of(here)
+            assert await Registrar(channels).register("job", REGISTRATION) == Registered()
+            assert channels("job").address == f"127.0.0.1:{here.port}", "a stream's way stays its own"
+            assert (here.inbox.jobs, there.inbox.jobs) == ({}, {"job": KNOWN})
+            inbox.addresses[own] = ""
+            outcome = await Registrar(channels).register("job", REGISTRATION)
+            assert isinstance(outcome, Unreachable), "nobody serves the slot at present"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
 
 from perseus import configuration
 from perseus.agent.rank.messages import GpuErrorReason
@@ -200,41 +201,49 @@ def test_names_from_trainers_create_no_series() -> None:
     assert (own.error_counts, own.dropped_mark_count) == ({GpuErrorReason.LOST: 1}, 7)
 
 
-class TestJobMapping:
-    def test_files_of_other_programs_stay(self, tmp_path: Path) -> None:
-        (tmp_path / "0").write_text("4711\n")
-        mapping = JobMapping(tmp_path)
+# --- Files that map jobs for dcgm-exporter ------------------------------------------------------------------
+
+
+def test_files_of_other_programs_stay(tmp_path: Path) -> None:
+    (tmp_path / "0").write_text("4711\n")
+    mapping = JobMapping(tmp_path)
+    mapping.enter(0, "job")
+    assert (tmp_path / "0").read_text() == "4711\n"
+    mapping.leave(0)
+    assert (tmp_path / "0").read_text() == "4711\n"
+
+
+def test_files_of_a_dead_agent_are_removed(tmp_path: Path) -> None:
+    for gpu_index in (3, 4):
+        JobMapping(tmp_path).enter(gpu_index, "job")
+    (tmp_path / "4").write_text("4711\n")  # now the batch system's
+    JobMapping(tmp_path).clear()
+    assert [path.name for path in tmp_path.iterdir()] == ["4"]
+
+
+@pytest.mark.parametrize("job_id", ['a"b', "a\nb", "a\\b", "../a", "", "a" * 64, "ä", "A B"])
+def test_invalid_identifiers_are_not_written(tmp_path: Path, job_id: str) -> None:
+    JobMapping(tmp_path).enter(0, job_id)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_exporter_can_read_it_despite_the_umask(tmp_path: Path) -> None:
+    folder, before = tmp_path / "jobs", os.umask(0o077)
+    try:
+        mapping = JobMapping(folder)
+        mapping.clear()
         mapping.enter(0, "job")
-        assert (tmp_path / "0").read_text() == "4711\n"
-        mapping.leave(0)
-        assert (tmp_path / "0").read_text() == "4711\n"
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert (folder / "0").stat().st_mode & 0o777 == 0o644
 
-    def test_files_of_a_dead_agent_are_removed(self, tmp_path: Path) -> None:
-        JobMapping(tmp_path).enter(3, "job")
-        JobMapping(tmp_path).enter(4, "job")
-        (tmp_path / "4").write_text("4711\n")  # now the batch system's
-        JobMapping(tmp_path).clear()
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["4"]
 
-    @pytest.mark.parametrize("job_id", ['a"b', "a\nb", "a\\b", "../a", "", "a" * 64, "ä", "A B"])
-    def test_invalid_identifiers_are_not_written(self, tmp_path: Path, job_id: str) -> None:
-        JobMapping(tmp_path).enter(0, job_id)
-        assert list(tmp_path.iterdir()) == []
-
-    def test_the_exporter_can_read_it_despite_the_umask(self, tmp_path: Path) -> None:
-        folder, before = tmp_path / "jobs", os.umask(0o077)
-        try:
-            mapping = JobMapping(folder)
-            mapping.clear()
-            mapping.enter(0, "job")
-        finally:
-            os.umask(before)
-        assert folder.stat().st_mode & 0o777 == 0o755
-        assert (folder / "0").stat().st_mode & 0o777 == 0o644
-
-    def test_a_folder_that_can_not_be_created_is_only_logged(self, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("")
-        mapping = JobMapping(tmp_path / "file" / "folder")
+def test_a_folder_that_can_not_be_created_is_only_logged(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    mapping = JobMapping(tmp_path / "file" / "folder")
+    with capture_logs() as logs:
         mapping.clear()
         mapping.enter(0, "job")
         mapping.leave(0)
+    assert {line["log_level"] for line in logs} == {"warning"}

@@ -5,20 +5,19 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
+from click.testing import Result
 from structlog.testing import capture_logs
+from typer.testing import CliRunner
 
-from perseus import configuration
 from perseus.agent.gpu import Gpu, GpuError, GpuNotFoundError, GpuUse
 from perseus.agent.gpu.executor import GpuExecutor
 from perseus.agent.sidecar.backends import Found, Inventory
 from perseus.agent.sidecar.health_client import ask_health
-from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.shell import serving
-from perseus.cli.health import _ask_agent
-from perseus.cli.rows import Format
+from perseus.cli.main import app
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
+from tests.agent.sidecar.training import settings
 
 
 class Listing:
@@ -80,37 +79,29 @@ async def test_the_inventory_is_cached_for_a_moment() -> None:
     assert await inventory.refresh() == Found(1)
 
 
-async def test_an_agents_health_depends_on_its_gpus(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gpus = tmp_path / "gpus"
-    gpus.mkdir()
-    given = {
-        "coordinator": "127.0.0.1:1",
-        "socket": tmp_path / "agent.sock",
-        "gpu_backend": "emulated",
-        "emulated_gpus": gpus,
-        "restore_folder": tmp_path / "restore",
-    }
-    settings = configuration.load(AgentSettings, None, given)
-    # An agent in this process would log into the command's output.
-    with capture_logs():
-        async with serving(settings):
-            answer = await asyncio.to_thread(ask_health, settings.socket, 10.0)
-            assert (answer.ok, answer.reason) == (False, "NO_GPU")
-            with pytest.raises(typer.Exit) as end:
-                await asyncio.to_thread(_ask_agent, settings.socket, 10.0, Format.JSON, False)
-            assert end.value.exit_code == 1
-            await asyncio.to_thread(_ask_agent, settings.socket, 10.0, Format.TABLE, True)
-    output = capsys.readouterr()
-    assert "error: expected an agent that serves, found GPUs: 0; ranks: 0; " in output.err
-    as_json, _, as_table = output.out.partition("}\n")
-    assert as_table.startswith("GPUs: 0; ranks: 0; "), "it is alive"
-    found = json.loads(as_json + "}")
-    assert (found["who"], found["is_serving"]) == ("agent", False)
-    assert found["status"].startswith("GPUs: 0; ranks: 0; ")
-    EmulatedGpu.create(gpus / "0", A100_SXM, "GPU-0").close()
-    async with serving(settings):
-        answer = await asyncio.to_thread(ask_health, settings.socket, 10.0)
+async def test_an_agents_health_depends_on_its_gpus(tmp_path: Path) -> None:
+    (tmp_path / "gpus").mkdir()
+    own = settings(tmp_path, 1)
+
+    async def asked(*flags: str) -> Result:
+        """What the command says, without the log of an agent in its process."""
+        with capture_logs():
+            arguments = ["health", "--agent", str(own.socket), "--timeout-s", "60", *flags]
+            return await asyncio.to_thread(CliRunner().invoke, app, arguments)
+
+    async with serving(own):
+        answer = await asyncio.to_thread(ask_health, own.socket, 60.0)
+        assert (answer.ok, answer.reason) == (False, "NO_GPU")
+        result = await asked("--format", "json")
+        assert result.exit_code == 1
+        assert "error: expected an agent that serves, found GPUs: 0; ranks: 0; " in result.stderr
+        row = json.loads(result.stdout)
+        assert (row["who"], row["is_serving"]) == ("agent", False)
+        assert row["status"].startswith("GPUs: 0; ranks: 0; ")
+        result = await asked("--alive")
+        assert (result.exit_code, result.stdout.startswith("GPUs: 0; ranks: 0; ")) == (0, True)
+    EmulatedGpu.create(tmp_path / "gpus" / "0", A100_SXM, "GPU-0").close()
+    async with serving(own):
+        answer = await asyncio.to_thread(ask_health, own.socket, 60.0)
         assert answer.ok
         assert answer.message == "GPUs: 1; ranks: 0; not connected to 127.0.0.1:1"

@@ -25,6 +25,7 @@ from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
 from perseus.job_id import slot_of
 from perseus.v1 import agent_service_pb2 as wire
+from perseus.v1 import rank_pb2
 from tests.agent.coordinator_stub import CoordinatorStub, Inbox, coordinating, until
 from tests.agent.sidecar import training
 from tests.agent.sidecar.training import UUID, Start
@@ -285,3 +286,23 @@ async def test_a_rank_whose_trainer_has_gone_opens_no_stream(coordinators: list[
         agent.roster.served[RANKS[1]] = cast(Any, Served())
         agent.uplink.first.heard()
         assert len(agent.uplink.coordinators) == 1
+
+
+async def test_an_offer_to_a_rank_that_is_not_served_is_refused(coordinators: list[CoordinatorStub]) -> None:
+    agent = Agent(address(coordinators[0]))
+    async with agent.running():
+        await coordinators[0].until(lambda inbox: bool(inbox.all("hello")), "connected")
+        offer = wire.PlanOffer(
+            job_id=RANKS[0].job_id,
+            rank=rank_pb2.RankCoordinates(),
+            epoch="e",
+            version=1,
+            start_iteration=1,
+            lease_s=3.0,
+            stock=wire.StockClocks(),
+        )
+        coordinators[0].send(wire.ConnectResponse(plan_offer=offer))
+        await coordinators[0].until(lambda inbox: bool(inbox.all("plan_answer")), "an answer")
+    (answer,) = coordinators[0].inbox.all("plan_answer")
+    reason = rank_pb2.PLAN_REFUSAL_REASON_UNKNOWN_RANK
+    assert (answer.plan_answer.accepted, answer.plan_answer.refusal_reason) == (False, reason)

@@ -123,26 +123,19 @@ def test_the_epilog_restores_gpus_of_a_dead_agent(settings: AgentSettings) -> No
     assert RecordFolder(settings.restore_folder).gpu_uuids() == []
 
 
-def test_the_epilog_knows_the_gpus_without_a_grant(
-    settings: AgentSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hooks, "_RESTORE_S", 0.3)
-    held = lock(settings, "GPU-1")
-    with pytest.raises(NotRestoredError, match="GPU-1"):
-        epilog(JOB, settings)
-    held.close()
-
-
+@pytest.mark.parametrize("has_grant", [False, True])
 def test_the_epilog_names_the_gpu_of_a_living_agent(
-    settings: AgentSettings, monkeypatch: pytest.MonkeyPatch
+    settings: AgentSettings, monkeypatch: pytest.MonkeyPatch, has_grant: bool
 ) -> None:
+    """It knows the job's GPUs without a grant, too."""
     monkeypatch.setattr(hooks, "_RESTORE_S", 0.3)
-    with pytest.raises(NoAgentError):
-        prolog(JOB, settings)
+    if has_grant:
+        with pytest.raises(NoAgentError):
+            prolog(JOB, settings)
     held = lock(settings, "GPU-1")
     with pytest.raises(NotRestoredError, match="GPU GPU-1: not back at stock: an agent holds it"):
         epilog(JOB, settings)
-    assert granted(settings) == {}, "the grant is revoked all the same"
+    assert not has_grant or granted(settings) == {}, "the grant is revoked all the same"
     held.close()
 
 

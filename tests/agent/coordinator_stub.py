@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import duration_pb2
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -25,15 +26,18 @@ async def until(condition: Callable[[], bool], what: str, timeout_s: float = 30)
         await asyncio.sleep(0.01)
 
 
+def status_of(code: int, message: str, *details: Message) -> grpc.Status:
+    """Return a status with details."""
+    status = status_pb2.Status(code=code, message=message)
+    for detail in details:
+        status.details.add().Pack(detail)
+    converted: grpc.Status = rpc_status.to_status(status)
+    return converted
+
+
 def served_elsewhere(info: error_details_pb2.ErrorInfo) -> grpc.Status:
     """Return the status of what another coordinator serves."""
-    detail = any_pb2.Any()
-    detail.Pack(info)
-    status = status_pb2.Status(
-        code=grpc.StatusCode.UNAVAILABLE.value[0], message="served elsewhere", details=[detail]
-    )
-    found: grpc.Status = rpc_status.to_status(status)
-    return found
+    return status_of(grpc.StatusCode.UNAVAILABLE.value[0], "served elsewhere", info)
 
 
 @dataclass
@@ -115,16 +119,13 @@ class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_p
         if (elsewhere := self.inbox.elsewhere_of(request.spec.job_id)) is not None:
             await context.abort_with_status(served_elsewhere(elsewhere))
         if self.inbox.refusal:
-            detail = any_pb2.Any()
-            detail.Pack(error_details_pb2.ErrorInfo(reason=self.inbox.refusal_reason, domain="perseus"))
-            details = [detail]
+            details: list[Message] = [
+                error_details_pb2.ErrorInfo(reason=self.inbox.refusal_reason, domain="perseus")
+            ]
             if self.inbox.retry_delay_s is not None:
-                details.append(any_pb2.Any())
                 delay = duration_pb2.Duration(seconds=self.inbox.retry_delay_s)
-                details[-1].Pack(error_details_pb2.RetryInfo(retry_delay=delay))
-            code = self.inbox.refusal_code
-            status = status_pb2.Status(code=code, message=self.inbox.refusal, details=details)
-            await context.abort_with_status(rpc_status.to_status(status))
+                details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+            await context.abort_with_status(status_of(self.inbox.refusal_code, self.inbox.refusal, *details))
         self.inbox.jobs[request.spec.job_id] = request
         return job_service_pb2.RegisterJobResponse()
 

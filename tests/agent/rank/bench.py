@@ -8,12 +8,13 @@ import pytest
 from perseus.agent.clocks.sets import ClockSet, ScheduleClock
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation, Kind, Rank
-from perseus.agent.link.packets import ComputationMark, Edge, IterationMark
+from perseus.agent.link.packets import ComputationMark, Edge, IterationMark, WaitMark
 from perseus.agent.rank.commands import AllowPacking, Command, EstimateEnergy, Send
 from perseus.agent.rank.events import Connected, Event, Tick, TrainerJoined
 from perseus.agent.rank.messages import (
     NO_PLAN,
     GpuDescription,
+    GpuLimits,
     Hold,
     MaxClock,
     PlanId,
@@ -39,15 +40,15 @@ B0, B1 = Computation(Kind.BACKWARD, 0), Computation(Kind.BACKWARD, 1)
 STEP = Computation(Kind.FIXED, 0)
 ORDER = (F0, F1, B0, B1)
 LEASE_S = 3.0
-TICK = Tick()
+TICK, NO_LIMITS = Tick(), GpuLimits()
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A mark that the trainer makes now, of an iteration or of a computation in the latest one."""
+    """A mark that the trainer makes now: of an iteration, or in the latest one of a computation or a wait."""
 
     edge: Edge
-    of: int | Computation
+    of: int | Computation | None = None
     ordinal: int | None = None
     iteration: int | None = None
 
@@ -118,6 +119,8 @@ class Bench:
             case Mark(edge, int(number)):
                 self.iteration = max(self.iteration, number)
                 return self._handle(IterationMark(edge, number, self.now_ns))
+            case Mark(edge, None):
+                return self._handle(WaitMark(edge, self.iteration, self.now_ns))
             case Mark(edge, Computation() as computation, ordinal, iteration):
                 ordinal = self.order.index(computation) if ordinal is None else ordinal
                 iteration = self.iteration if iteration is None else iteration
@@ -207,8 +210,16 @@ def in_force(version: int, iteration: int) -> Send:
     )
 
 
-def joined(iteration: int, plan: PlanId = NO_PLAN, spec_fingerprint: str = "") -> Send:
-    gpu = wire.Gpu(uuid=GPU.uuid, model=GPU.model, supported_clocks_mhz=GPU.supported_clocks_mhz)
+def joined(
+    iteration: int, plan: PlanId = NO_PLAN, spec_fingerprint: str = "", limits: GpuLimits = NO_LIMITS
+) -> Send:
+    gpu = wire.Gpu(
+        uuid=GPU.uuid,
+        model=GPU.model,
+        supported_clocks_mhz=GPU.supported_clocks_mhz,
+        power_limit_w=limits.power_limit_w,
+        workload_power_profiles=limits.power_profiles,
+    )
     return Send(
         wire.RankJoined(
             job_id="job",

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from perseus.agent.link.computation import Computation, Kind
-from perseus.agent.link.packets import Edge, WaitMark
+from perseus.agent.link.packets import Edge
 from perseus.agent.rank.messages import EnergyEstimate, Hold, Telemetry
-from tests.agent.rank.bench import F0, ORDER, Bench, begin, clock_set, counted, end, offer, telemetry
+from tests.agent.rank.bench import F0, ORDER, Bench, Mark, begin, clock_set, counted, end, offer, telemetry
 
 
 @pytest.fixture
@@ -40,9 +40,9 @@ def test_energy_is_reported_of_computing_without_waits_within(holding: Bench) ->
 
     def compute(bench: Bench, number: int, _: Computation) -> list[Telemetry]:
         messages = bench.draw(0.05, 300.0)
-        bench.do(WaitMark(Edge.BEGIN, number, bench.now_ns))
+        bench.do(Mark(Edge.BEGIN))
         messages += bench.draw(0.04 + 0.01 * (number % 3), 100.0)
-        bench.do(WaitMark(Edge.END, number, bench.now_ns))
+        bench.do(Mark(Edge.END))
         return messages + bench.draw(0.05, 300.0)
 
     estimate = trained(holding, 8, lambda bench, *_: bench.draw(0.03, 100.0), compute)

@@ -5,14 +5,15 @@ import pytest
 from perseus.agent.clocks.sets import ClockSet
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation
-from perseus.agent.link.packets import Edge, IterationMark, WaitMark
-from perseus.agent.rank.commands import Command, Send
+from perseus.agent.link.packets import Edge, IterationMark
+from perseus.agent.rank.commands import Command
 from perseus.agent.rank.events import Connected, Disconnected
-from perseus.agent.rank.messages import ComputationRow, GpuLimits, Hold, IterationRow, Stock
+from perseus.agent.rank.messages import ComputationRow, GpuLimits, Hold, IterationRow, Stock, Telemetry
 from perseus.agent.rank.recorder import COUNTER_WAIT_S
-from perseus.v1 import agent_service_pb2 as wire
 from tests.agent.rank.bench import (
+    B0,
     B1,
+    F0,
     F1,
     LEASE_S,
     ORDER,
@@ -25,6 +26,7 @@ from tests.agent.rank.bench import (
     clock_set,
     counted,
     end,
+    joined,
     offer,
     telemetry,
 )
@@ -54,45 +56,53 @@ def test_an_iteration_becomes_telemetry_when_the_counter_has_passed_its_end(benc
     assert message.energy is None, "two changes of the counter determine nothing"
 
 
-def run_with_waits(bench: Bench, *edges: Edge) -> list[Command]:
-    """An iteration whose first computation computes for 0.1 s before each of these marks and at its end."""
+COMPLETE = [mark(computation) for computation in ORDER for mark in (begin, end)]
+
+
+def waiting(*edges: Edge) -> list[Mark]:
+    """The marks of an iteration whose first computation has waits, or parts of them."""
+    return [COMPLETE[0], *map(Mark, edges), *COMPLETE[1:]]
+
+
+def measured(bench: Bench, marks: list[Mark]) -> Telemetry:
+    """The report on an iteration that makes a mark every 0.1 s."""
+    counted(bench, 0.0)
     bench.do(begin(0))
-    for computation in ORDER:
-        bench.do(begin(computation))
-        for edge in edges if computation == ORDER[0] else ():
-            bench.now_s += 0.1
-            bench.do(WaitMark(edge, 0, bench.now_ns))
+    for mark in marks:
+        bench.do(mark)
         bench.now_s += 0.1
-        bench.do(end(computation))
     bench.do(end(0))
-    bench.now_s += 0.05
-    return counted(bench, 85.0)
+    (message,) = telemetry(counted(bench, 85.0))
+    return message
 
 
 def test_a_computations_waits_for_others_do_not_count_as_its_time(bench: Bench) -> None:
-    counted(bench, 0.0)
-    (message,) = telemetry(run_with_waits(bench, Edge.BEGIN, Edge.END, Edge.BEGIN, Edge.END))
+    message = measured(bench, waiting(Edge.BEGIN, Edge.END, Edge.BEGIN, Edge.END))
     assert [row.duration_s for row in message.computations] == pytest.approx([0.3, 0.1, 0.1, 0.1])
-    assert [row.begin_s for row in message.computations] == pytest.approx([0.0, 0.5, 0.6, 0.7])
-    assert message.iterations[0].duration_s == pytest.approx(0.8)
+    assert [row.begin_s for row in message.computations] == pytest.approx([0.0, 0.6, 0.8, 1.0])
+    assert message.iterations[0].duration_s == pytest.approx(1.2)
     assert message.iterations[0].is_regular
 
 
 @pytest.mark.parametrize(
-    "edges",
+    ("marks", "reported"),
     [
-        pytest.param([Edge.BEGIN], id="without an end"),
-        pytest.param([Edge.END], id="without a begin"),
-        pytest.param([Edge.BEGIN, Edge.BEGIN, Edge.END], id="with two begins"),
-        pytest.param([Edge.BEGIN, Edge.END, Edge.END], id="with two ends"),
-        pytest.param([Edge.BEGIN, Edge.END] * 5000, id="endless, which is bounded"),
+        pytest.param([mark for mark in COMPLETE if mark != begin(F1)], [F0, B0, B1], id="a begin is lost"),
+        pytest.param([mark for mark in COMPLETE if mark != end(B1)], [F0, F1, B0], id="an end is lost"),
+        pytest.param([begin(F1, ordinal=0)], [], id="another computation than registered"),
+        pytest.param(waiting(Edge.BEGIN), [F1, B0, B1], id="a wait without an end"),
+        pytest.param(waiting(Edge.END), [F1, B0, B1], id="a wait without a begin"),
+        pytest.param(waiting(Edge.BEGIN, Edge.BEGIN, Edge.END), [F1, B0, B1], id="a wait with two begins"),
+        pytest.param(waiting(Edge.BEGIN, Edge.END, Edge.END), [F1, B0, B1], id="a wait with two ends"),
+        pytest.param(waiting(*[Edge.BEGIN, Edge.END] * 5000), [F1, B0, B1], id="endless waits, bounded"),
     ],
 )
-def test_a_computation_with_such_waits_is_no_sample(bench: Bench, edges: list[Edge]) -> None:
-    counted(bench, 0.0)
-    (message,) = telemetry(run_with_waits(bench, *edges))
-    assert [row.computation for row in message.computations] == list(ORDER[1:])
-    assert not message.iterations[0].is_regular
+def test_an_irregular_iteration_is_reported_as_such_with_its_good_samples(
+    bench: Bench, marks: list[Mark], reported: list[Computation]
+) -> None:
+    message = measured(bench, marks)
+    assert message.iterations[0].is_regular is False
+    assert [row.computation for row in message.computations] == reported
 
 
 def gaps(commands: list[Command]) -> list[tuple[float, float, float]]:
@@ -168,22 +178,12 @@ def test_clock_statistics_count_under_their_plan(bench: Bench) -> None:
     assert message.clocks.set_latency_count == 2
 
 
-def test_the_latest_limits_are_sent_with_telemetry_and_announcements(
-    bench: Bench,
-) -> None:
+def test_the_latest_limits_are_sent_with_telemetry_and_announcements(bench: Bench) -> None:
     counted(bench, 0.0)
-    limits = GpuLimits(250.0, (7,))
-    bench.do(limits)
-    bench.do(Run(0))
+    bench.do(limits := GpuLimits(250.0, (7,)), Run(0))
     (message,) = telemetry(counted(bench, 85.0))
     assert message.gpu_limits == limits
-    bench.do(Disconnected())
-    (joined,) = [
-        command.message
-        for command in bench.do(Connected(LEASE_S))
-        if isinstance(command, Send) and isinstance(command.message, wire.RankJoined)
-    ]
-    assert (joined.gpu.power_limit_w, *joined.gpu.workload_power_profiles) == (250.0, 7)
+    assert bench.do(Disconnected(), Connected(LEASE_S)) == [joined(0, limits=limits)]
 
 
 def test_the_wait_for_a_stopped_counter_is_bounded(bench: Bench) -> None:
@@ -208,23 +208,6 @@ def test_finished_iterations_under_two_plans_go_separately(bench: Bench) -> None
     ]
 
 
-@pytest.mark.parametrize("lost", [(Edge.BEGIN, F1), (Edge.END, B1)])
-def test_a_lost_edge_costs_its_sample_and_the_regularity(
-    bench: Bench, lost: tuple[Edge, Computation]
-) -> None:
-    counted(bench, 0.0)
-    bench.do(begin(0))
-    for computation in ORDER:
-        for edge in Edge:
-            bench.now_s += 0.1
-            if (edge, computation) != lost:
-                bench.do(Mark(edge, computation))
-    bench.do(end(0))
-    (message,) = telemetry(counted(bench, 80.0))
-    assert not message.iterations[0].is_regular
-    assert [row.computation for row in message.computations] == [c for c in ORDER if c != lost[1]]
-
-
 @pytest.mark.parametrize("lost", Edge)
 def test_an_iteration_with_a_lost_edge_is_not_reported(bench: Bench, lost: Edge) -> None:
     counted(bench, 0.0)
@@ -235,18 +218,6 @@ def test_an_iteration_with_a_lost_edge_is_not_reported(bench: Bench, lost: Edge)
                 bench.do(Mark(edge, number))
     (message,) = telemetry(counted(bench, 80.0))
     assert [row.iteration for row in message.iterations] == [1]
-
-
-def test_a_deviating_iteration_is_reported_as_irregular(bench: Bench) -> None:
-    counted(bench, 0.0)
-    bench.do(begin(0))
-    bench.now_s += 0.1
-    bench.do(begin(F1, ordinal=0))
-    bench.do(end(0))
-    bench.now_s += 0.1
-    (message,) = telemetry(counted(bench, 20.0))
-    assert message.iterations[0].is_regular is False
-    assert message.computations == ()
 
 
 def test_before_the_counter_is_polled_no_iteration_is_regular(bench: Bench) -> None:
@@ -269,16 +240,11 @@ def test_times_are_never_in_the_future_and_never_go_back(bench: Bench) -> None:
     assert message.iterations[0].duration_s == pytest.approx(0.5)
 
 
-def test_relative_work_is_reported_with_its_iteration() -> None:
-    bench = Bench().accepted()
-    commands: list[Command] = []
+def test_relative_work_is_reported_with_its_iteration(bench: Bench) -> None:
     for number, permille in enumerate((0, 1250)):
         bench.do(IterationMark(Edge.BEGIN, number, bench.now_ns, permille))
-        for computation in bench.order:
-            bench.do(begin(computation))
-            bench.now_s += 0.1
-            bench.do(end(computation))
-        commands += bench.do(end(number))
-    commands += bench.do(After(10.0))
+        bench.now_s += 0.1
+        bench.do(end(number))
+    commands = bench.do(After(10.0))
     works = [row.relative_work for message in telemetry(commands) for row in message.iterations]
     assert works == [0.0, 1.25]

@@ -131,9 +131,9 @@ async def test_what_the_agent_answers_about_its_instances(tmp_path: Path, gpu: E
     socket, port = tmp_path / "run" / "agent.sock", free_port()
     async with running(tmp_path, gpu, metrics_listen=str(port)) as engine:
         await until(lambda: is_low(gpu), "a low clock")
-        (found,) = await asyncio.to_thread(ask_instances, socket, 5.0)
+        (found,) = await asyncio.to_thread(ask_instances, socket, 60.0)
         assert (found["name"], found["state"], found["running_count"]) == ("chat", "controlled", 8)
-        assert found["clock_mhz"] in STEPS.clocks_mhz or found["clock_mhz"] < STOCK_MHZ
+        assert found["clock_mhz"] < STOCK_MHZ
         assert [row["clock_mhz"] for row in found["clocks"]][-1] == STOCK_MHZ
         assert found["savings"]["saving"] is None
         assert found["savings"]["generation_tokens"] > 0
@@ -144,17 +144,17 @@ async def test_what_the_agent_answers_about_its_instances(tmp_path: Path, gpu: E
         engine.stop()
         engine.is_silent = True
         await until(lambda: not is_low(gpu), "stock")
-        (found,) = await asyncio.to_thread(ask_instances, socket, 5.0)
+        (found,) = await asyncio.to_thread(ask_instances, socket, 60.0)
         assert (found["state"], found["reason"]) == ("at stock", "no statistics for a second")
     tokens = json.loads((tmp_path / "serving" / "chat.controlled.json").read_text())["controlled"][2]
     assert tokens >= found["savings"]["generation_tokens"]
     async with running(tmp_path, gpu):  # a new agent goes on from there
-        (found,) = await asyncio.to_thread(ask_instances, socket, 5.0)
+        (found,) = await asyncio.to_thread(ask_instances, socket, 60.0)
         assert found["savings"]["generation_tokens"] >= tokens
 
 
 def _metrics(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         return str(answer.read().decode())
 
 
@@ -175,7 +175,7 @@ async def test_stock_is_measured_and_no_saving_ends_control(
             monkeypatch.setattr(instance, "_SAVE_S", 0.0)
             monkeypatch.setattr(savings, "_GAP_S", 1e9)
             await until(lambda: not is_low(gpu), "stock")
-            (found,) = await asyncio.to_thread(ask_instances, tmp_path / "run" / "agent.sock", 5.0)
+            (found,) = await asyncio.to_thread(ask_instances, tmp_path / "run" / "agent.sock", 60.0)
             assert found["reason"] == "measured, lower clocks save nothing"
 
 

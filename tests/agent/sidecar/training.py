@@ -167,7 +167,7 @@ class Node:
         await until(lambda: self.gpu.sm_clock_mhz() == clock_mhz, f"{clock_mhz} MHz")
 
     async def connect(self, **options: Any) -> Probe:
-        """Return a probe's answer to one hello, of the job's first rank unless told otherwise."""
+        """Return a probe's answer to one hello, by default of the job's first rank."""
         hello = {"job_id": "job", "pipeline": 0, "stage": 0, "gpu_uuid": UUID, **options}
         return await asyncio.to_thread(Probe.connect, self.socket, **hello)
 

@@ -67,7 +67,8 @@ Listener = Callable[[EnergyEstimate], None]
 class Estimator:
     """One thread for the estimates of all ranks. Only a rank's newest request under a plan counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, estimate: Callable[[EstimateRequest], EnergyEstimate | None] = estimate) -> None:
+        self._estimate = estimate
         self._changed = threading.Condition()
         self._waiting: dict[tuple[Rank, int], tuple[EstimateRequest, Listener]] = {}
         self._closing = False
@@ -96,7 +97,7 @@ class Estimator:
                 rank, plan_version = key = next(iter(self._waiting))
                 request, on_estimate = self._waiting.pop(key)
             try:
-                found = estimate(request)
+                found = self._estimate(request)
                 if found is not None:
                     on_estimate(found)
             except Exception:  # only this estimate fails

@@ -73,6 +73,15 @@ FROM_HELLO: dict[str, Script] = {
         (Connected(LEASE_S), [joined(-1)]),
         (RankAccepted(RANK, ORDER), []),
     ],
+    "marks before the rank is accepted set nothing": [
+        Connected(LEASE_S),
+        (Run(0), []),
+        begin(1),
+        RankAccepted(RANK, ORDER),
+        (end(F0), []),
+        (end(1), []),
+        (Run(2), []),
+    ],
     "a refused rank is announced again until accepted": [
         Connected(LEASE_S),
         (REFUSED, []),

@@ -143,6 +143,7 @@ SCRIPTS: dict[str, Script] = {
                 SetClock(1200),
                 SetClock(1400),
                 SetClock(1200),
+                SetClock(1400),
                 idle_at(100.88, 1000),
             ],
         ),

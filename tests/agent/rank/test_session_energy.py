@@ -56,7 +56,10 @@ def test_energy_is_reported_of_computing_without_waits_within(holding: Bench) ->
 def test_blocking_power_is_that_of_the_held_clock_and_not_of_stock_after_the_last_computation(
     holding: Bench,
 ) -> None:
-    """300 W while computing, 100 W in waits at the held clock, and 140 W in those at stock."""
+    """300 W while computing, 100 W in waits at the held clock, and 140 W in those at stock.
+
+    One gap is an evaluation.
+    """
 
     def wait(bench: Bench, number: int, computation: Computation) -> list[Telemetry]:
         if computation == ORDER[0]:
@@ -65,7 +68,8 @@ def test_blocking_power_is_that_of_the_held_clock_and_not_of_stock_after_the_las
 
     def gap(bench: Bench, number: int, _: Computation) -> list[Telemetry]:
         bench.do(clock_set(None, bench.now_s))
-        return bench.draw(0.15 + 0.01 * (number % 5), 140.0)
+        evaluation = bench.draw(2.0, 300.0) if number == 8 else []
+        return evaluation + bench.draw(0.15 + 0.01 * (number % 5), 140.0)
 
     estimate = trained(holding, 16, wait, lambda bench, *_: bench.draw(0.06, 300.0), gap)
     assert estimate.blocking_power_w == pytest.approx(100, rel=0.03)

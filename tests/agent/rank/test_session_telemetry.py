@@ -18,6 +18,7 @@ from tests.agent.rank.bench import (
     LEASE_S,
     ORDER,
     RANK,
+    STEP,
     After,
     Bench,
     Mark,
@@ -28,6 +29,7 @@ from tests.agent.rank.bench import (
     end,
     joined,
     offer,
+    stage,
     telemetry,
 )
 
@@ -176,6 +178,16 @@ def test_clock_statistics_count_under_their_plan(bench: Bench) -> None:
     assert message.clocks.on_clock_time_s == pytest.approx(0.4)
     assert message.clocks.set_latency_s == pytest.approx(0.010)
     assert message.clocks.set_latency_count == 2
+
+
+def test_fixed_computations_count_in_no_clock_statistics() -> None:
+    bench = Bench(order := (F0, STEP)).accepted()
+    counted(bench, 0.0)
+    bench.do(offer(1, 0, stage(1000, 0, order=order)), Run(0))
+    (message,) = telemetry(counted(bench, 85.0))
+    assert [row.computation for row in message.computations] == [F0, STEP]
+    assert message.clocks is not None
+    assert message.clocks.computation_count == 1
 
 
 def test_the_latest_limits_are_sent_with_telemetry_and_announcements(bench: Bench) -> None:

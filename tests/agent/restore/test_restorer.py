@@ -69,6 +69,15 @@ async def test_a_missing_gpu_is_logged_once_and_keeps_its_record(folder: RecordF
     assert folder.gpu_uuids() == [UUID]
 
 
+async def test_a_gpu_that_somebody_else_brings_back_is_no_longer_missed(folder: RecordFolder) -> None:
+    restoring = restorer(folder, GpuLostError("fell off the bus"))
+    with pytest.raises(RecordError, match="fell off the bus"):
+        await restoring.restore_all()
+    (folder.path / f"{UUID}.json").unlink()
+    await restoring.restore_all()
+    assert restoring.not_restored == set()
+
+
 async def test_another_agents_gpu_is_not_waited_for(folder: RecordFolder) -> None:
     await restorer(folder, GpuNotFoundError("no such GPU")).restore_all()
     assert folder.gpu_uuids() == [UUID]

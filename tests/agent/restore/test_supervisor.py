@@ -102,14 +102,26 @@ def test_it_imports_little() -> None:
         assert heavy not in modules
 
 
-def test_an_agent_that_ends_well_has_restored(tmp_path: Path) -> None:
-    assert Supervised(tmp_path, "finish").end() == (0, ["finish"])
+KILLED = 128 + signal.SIGKILL
 
 
-def test_a_killed_agents_gpus_are_restored_with_its_own_settings(tmp_path: Path) -> None:
-    supervised = Supervised(tmp_path, "serve")
-    os.kill(supervised.agent_pid(), signal.SIGKILL)
-    assert supervised.end() == (128 + signal.SIGKILL, ["serve", "serve --restore"])
+@pytest.mark.parametrize(
+    ("argument", "sent", "status", "restores"),
+    [
+        pytest.param("finish", None, 0, 0, id="an agent that ends well has restored"),
+        pytest.param("serve", signal.SIGKILL, KILLED, 1, id="a killed agent has not"),
+        pytest.param("stop", None, KILLED, 1, id="one whose beats cease is killed"),
+        pytest.param("fail", None, 3, 3, id="restoring is retried until it succeeds"),
+    ],
+)
+def test_gpus_are_restored_with_the_agents_own_settings_unless_it_ended_well(
+    tmp_path: Path, argument: str, sent: signal.Signals | None, status: int, restores: int
+) -> None:
+    failures = max(0, restores - 1)
+    supervised = Supervised(tmp_path, argument, failures, [sys.executable, "-c", HASTY])
+    if sent is not None:
+        os.kill(supervised.agent_pid(), sent)
+    assert supervised.end() == (status, [argument, *[f"{argument} --restore"] * restores])
 
 
 def test_nothing_is_restored_after_an_observer(tmp_path: Path) -> None:
@@ -125,11 +137,6 @@ def test_restoring_counts_only_once_the_agent_has_ended(monkeypatch: pytest.Monk
     monkeypatch.setattr(supervisor, "_PAUSE_S", 0.0)
     assert supervisor._restore(["true"], agent, stop)
     assert next(statuses, "none left") == "none left"
-
-
-def test_restoring_is_retried_until_it_succeeds(tmp_path: Path) -> None:
-    supervised = Supervised(tmp_path, "fail", failures=2, supervisor=[sys.executable, "-c", HASTY])
-    assert supervised.end() == (3, ["fail", *["fail --restore"] * 3])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -177,11 +184,6 @@ def test_a_stop_ends_restoring_after_an_agents_death(tmp_path: Path) -> None:
         time.sleep(0.01)
     supervised.process.send_signal(signal.SIGTERM)
     assert supervised.end() == (3, ["fail", "fail --restore"])
-
-
-def test_an_agent_whose_beats_cease_is_killed_and_its_gpus_restored(tmp_path: Path) -> None:
-    supervised = Supervised(tmp_path, "stop", supervisor=[sys.executable, "-c", HASTY])
-    assert supervised.end() == (128 + signal.SIGKILL, ["stop", "stop --restore"])
 
 
 def test_what_pauses_agent_and_supervisor_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:

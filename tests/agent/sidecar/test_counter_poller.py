@@ -24,7 +24,7 @@ STANDS_STILL = "GPU-fake: energy counter: expected it to move within 10 s, found
 
 
 class Polled:
-    """A GPU that is polled; time advances by half a second at every reading."""
+    """A GPU that is polled; time advances by a quarter of a second at every reading."""
 
     def __init__(self, gpu: FakeGpu, limits: LimitsWatch | None = None) -> None:
         self.reports: queue.Queue[CounterChange | Exception] = queue.Queue()
@@ -37,7 +37,7 @@ class Polled:
             limits,
             lambda part, error: self.failed.put((part, error)),
             interval_s=0.0001,
-            monotonic=lambda: next(ticks) / 2,
+            monotonic=lambda: next(ticks) / 4,
         )
 
     def take(self, count: int) -> list[CounterChange | Exception]:
@@ -54,9 +54,9 @@ def energies(reports: list[CounterChange | Exception]) -> list[float | Exception
 @pytest.mark.parametrize(
     ("reasons", "read_mhz", "clock"),
     [
-        pytest.param(0, 1200, (1200, 2.0), id="of a GPU that computes"),
+        pytest.param(0, 1200, (1200, 1.0), id="of a GPU that computes"),
         pytest.param(ClockEventReason.GPU_IDLE, 1200, (0, 0.0), id="none of one that idles"),
-        pytest.param(0, BUSY, (0, 2.0), id="none of one that does not say"),
+        pytest.param(0, BUSY, (0, 1.0), id="none of one that does not say"),
     ],
 )
 def test_a_change_has_its_time_and_the_clock(
@@ -65,7 +65,7 @@ def test_a_change_has_its_time_and_the_clock(
     """It happened between the readings before it and after it."""
     gpu = FakeGpu(readings=chain([1.0, 2.0], repeat(2.0)))
     gpu.reasons, gpu.effective_mhz = reasons, repeat(read_mhz)
-    assert Polled(gpu).take(1) == [CounterChange(0.75, 2.0, 0.75, reasons, 0, *clock)]
+    assert Polled(gpu).take(1) == [CounterChange(0.375, 2.0, 0.375, reasons, 0, *clock)]
 
 
 @pytest.mark.parametrize(

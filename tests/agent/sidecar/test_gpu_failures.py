@@ -6,13 +6,14 @@ What a rank does about an error is in the tests of its session and of the thread
 import asyncio
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from perseus.agent.gpu import GpuDriverError, GpuLostError, GpuPermissionError, RecordError
+from perseus.agent.gpu import Gpu, GpuDriverError, GpuLostError, GpuPermissionError, RecordError
 from perseus.agent.gpu.executor import GpuExecutor
 from perseus.agent.link.packets import IterationMark
 from perseus.agent.rank.commands import Command
@@ -20,15 +21,67 @@ from perseus.agent.rank.events import Event
 from perseus.agent.rank.session import Session
 from perseus.agent.restore.restorer import Restorer
 from perseus.agent.sidecar import ranks, served, shell
+from perseus.agent.sidecar.backends import EmulatedBackend
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
 from perseus.v1 import rank_pb2
 from tests.agent.coordinator_stub import until
-from tests.agent.sidecar.failing_gpu import FailingBackend, Faults
 from tests.agent.sidecar.training import STOCK_MHZ, UUID, Node, Trainer
 
 OTHER_UUID, OTHER_MHZ = "GPU-1", A100_SXM.clocks_mhz[5]
 LOST = GpuLostError("gone")
+
+
+Fault = Exception | list[Exception] | threading.Event
+
+
+class FaultyGpu:
+    """The methods of a GPU that have faults meet them first."""
+
+    def __init__(self, gpu: Gpu, meet: Callable[[str], None]) -> None:
+        self._gpu = gpu
+        self._meet = meet
+
+    def __getattr__(self, name: str) -> object:
+        self._meet(name)
+        return getattr(self._gpu, name)
+
+
+class FaultyBackend(EmulatedBackend):
+    """Emulated GPUs, of which the first has faults: an error to raise, some, or an event to wait for.
+
+    Attributes:
+        faults: by method, also of the backend's own.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.faults: dict[str, Fault] = {}
+
+    @contextmanager
+    def during(self, **faults: Fault) -> Iterator[None]:
+        """Let these methods fail or hang within the block."""
+        self.faults.update(faults)
+        try:
+            yield
+        finally:
+            for name in faults:
+                self.faults.pop(name, None)
+
+    def open(self, uuid: str) -> Gpu:
+        if uuid != UUID:
+            return super().open(uuid)
+        self._meet("open")
+        return FaultyGpu(super().open(uuid), self._meet)  # type: ignore[return-value] # by __getattr__
+
+    def _meet(self, method: str) -> None:
+        match self.faults.get(method):
+            case threading.Event() as event:
+                event.wait()
+            case Exception() as error:
+                raise error
+            case list() as errors if errors:
+                raise errors.pop(0)
 
 
 @pytest.fixture
@@ -40,13 +93,13 @@ def other(tmp_path: Path, gpu: EmulatedGpu) -> Iterator[EmulatedGpu]:
 
 
 @pytest.fixture
-def faults(tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> Faults:
-    """The faults of the first GPU; what failed is tried again soon."""
-    backend = FailingBackend(tmp_path / "gpus")
+def faulty(tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
+    """The agent's GPUs; what failed is tried again soon."""
+    backend = FaultyBackend(tmp_path / "gpus")
     monkeypatch.setattr(shell, "backend", lambda _: backend)
     monkeypatch.setattr(shell, "Restorer", partial(Restorer, retry_s=0.05))
     monkeypatch.setattr(ranks, "_FIRST_DELAY_S", 0.05)
-    return backend.faults_of(UUID)
+    return backend
 
 
 @pytest.fixture
@@ -87,27 +140,29 @@ async def is_restored(node: Node) -> None:
 
 
 async def test_a_failing_reset_is_retried_while_the_trainer_stays_and_its_rank_recovers(
-    node: Node, faults: Faults
+    node: Node, faulty: FaultyBackend
 ) -> None:
     async with node.serving():
         trainer = await trainer_under_plan(node)
-        with faults.during(total_energy_j=LOST, open=LOST):
-            with faults.during(reset_clock=LOST):
+        with faulty.during(total_energy_j=LOST, open=LOST):
+            with faulty.during(reset_clock=LOST):
                 left_mhz = node.gpu.sm_clock_mhz()  # the plan's, unless a busy host caused a gap just before
                 await has_failed(node)
                 assert node.gpu.sm_clock_mhz() == left_mhz
                 assert node.records
-            del faults.by_method["open"]
+            del faulty.faults["open"]
             await is_restored(node)
         await comes_back(node, trainer)
     assert node.gpu.sm_clock_mhz() == STOCK_MHZ
 
 
-async def test_a_gpu_that_can_only_be_observed_is_reset_once_possible(node: Node, faults: Faults) -> None:
+async def test_a_gpu_that_can_only_be_observed_is_reset_once_possible(
+    node: Node, faulty: FaultyBackend
+) -> None:
     async with node.serving():
         trainer = await trainer_under_plan(node)
         forbidden = GpuPermissionError("no")
-        with faults.during(set_clock_mhz=forbidden, reset_clock=forbidden):
+        with faulty.during(set_clock_mhz=forbidden, reset_clock=forbidden):
             left_mhz = node.gpu.sm_clock_mhz()
             node.offer_hold(trainer, 2, OTHER_MHZ)
             await node.hears("gpu_error")
@@ -117,11 +172,11 @@ async def test_a_gpu_that_can_only_be_observed_is_reset_once_possible(node: Node
         await trainer.stop()
 
 
-async def test_transient_errors_do_not_end_a_rank(node: Node, faults: Faults) -> None:
+async def test_transient_errors_do_not_end_a_rank(node: Node, faulty: FaultyBackend) -> None:
     async with node.serving():
         trainer = await trainer_under_plan(node)
         errors: list[Exception] = [GpuDriverError("unknown error")] * 2
-        with faults.during(set_clock_mhz=[*errors], total_energy_j=[*errors]):
+        with faulty.during(set_clock_mhz=[*errors], total_energy_j=[*errors]):
             await node.hold(trainer, 2, OTHER_MHZ)
         (reported,) = node.inbox.all("gpu_error")
         assert reported.gpu_error.message == "unknown error"
@@ -132,7 +187,7 @@ async def test_transient_errors_do_not_end_a_rank(node: Node, faults: Faults) ->
 async def test_a_hanging_driver_affects_only_its_own_gpu(
     node: Node,
     other: EmulatedGpu,
-    faults: Faults,
+    faulty: FaultyBackend,
     hang: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -141,7 +196,7 @@ async def test_a_hanging_driver_affects_only_its_own_gpu(
     async with node.serving():
         trainer = await trainer_under_plan(node)
         monkeypatch.setattr(served, "TIMEOUT_S", 0.5)
-        with faults.during(set_clock_mhz=hang, total_energy_j=hang, reset_clock=hang, open=hang, look=hang):
+        with faulty.during(set_clock_mhz=hang, total_energy_j=hang, reset_clock=hang, open=hang):
             left_mhz = node.gpu.sm_clock_mhz()
             await has_failed(node)
             assert "hangs" in node.inbox.all("gpu_error")[0].gpu_error.message
@@ -158,12 +213,12 @@ async def test_a_hanging_driver_affects_only_its_own_gpu(
 
 
 async def test_an_agent_ends_despite_a_hanging_driver_and_reports_the_gpu(
-    node: Node, faults: Faults, hang: threading.Event
+    node: Node, faulty: FaultyBackend, hang: threading.Event
 ) -> None:
     agent = node.serving()
     await agent.__aenter__()
     trainer = await trainer_under_plan(node)
-    with faults.during(reset_clock=hang), pytest.raises(RecordError, match="not closed yet"):
+    with faulty.during(reset_clock=hang), pytest.raises(RecordError, match="not closed yet"):
         await agent.__aexit__(None, None, None)
     assert node.records, "for the next agent"
     hang.set()
@@ -171,16 +226,16 @@ async def test_an_agent_ends_despite_a_hanging_driver_and_reports_the_gpu(
     await trainer.stop()
 
 
-async def test_an_unexpected_error_on_opening_leaves_the_gpu_free(node: Node, faults: Faults) -> None:
+async def test_an_unexpected_error_on_opening_leaves_the_gpu_free(node: Node, faulty: FaultyBackend) -> None:
     async with node.serving():
-        with faults.during(open=RuntimeError("a mistake of ours")):
+        with faulty.during(open=RuntimeError("a mistake of ours")):
             assert not (await node.connect()).is_connected
         trainer = await node.train()
         await trainer.stop()
 
 
 async def test_an_unexpected_error_in_a_session_restores_its_gpu_and_then_the_rank(
-    node: Node, faults: Faults, monkeypatch: pytest.MonkeyPatch
+    node: Node, faulty: FaultyBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = Session.handle
 

@@ -5,9 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 from structlog.testing import capture_logs
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from perseus.agent.gpu import Gpu, GpuError, GpuNotFoundError, GpuUse
 from perseus.agent.gpu.executor import GpuExecutor

@@ -13,9 +13,16 @@ from perseus.agent.claims.decision import Allowed
 from perseus.agent.claims.grants import User
 from perseus.agent.claims.registry import Claim
 from perseus.agent.link.computation import Rank
-from perseus.agent.link.packets import Hello
+from perseus.agent.link.packets import Hello, Registration
 from perseus.agent.rank.events import Connected, Disconnected, Event, Heard
-from perseus.agent.rank.messages import RankLeftReason, Telemetry, rank_left
+from perseus.agent.rank.messages import (
+    PlanOffer,
+    RankLeftReason,
+    RankMaxClock,
+    Telemetry,
+    coordinates,
+    rank_left,
+)
 from perseus.agent.sidecar.gpus import AgentCounters
 from perseus.agent.sidecar.roster import Roster, Trainer
 from perseus.agent.sidecar.settings import AgentSettings
@@ -247,7 +254,7 @@ async def test_a_fleet_with_another_number_of_slots_is_an_error(coordinators: li
     agent = Agent(address(coordinators[0]))
     async with agent.running():
         with capture_logs() as logs:
-            await coordinators[0].until(lambda inbox: bool(inbox.all("hello")), "connected")
+            await until(lambda: agent.uplink.first.coordinator.is_connected, "connected")
             await coordinators[0].stop()
             async with coordinating(Inbox(slot_count=3), coordinators[0].port):
                 await until(lambda: any("number of slots" in line["event"] for line in logs), "an error")
@@ -258,8 +265,7 @@ async def test_power_is_reported_to_the_coordinator_of_a_gpu_s_job_or_else_to_th
 ) -> None:
     own = slot_of("job", 2)
     there, here = coordinators[own], coordinators[1 - own]
-    for coordinator in coordinators:
-        coordinator.inbox.power_interval_s = 0.1
+    here.inbox.power_interval_s = 0.1
     EmulatedGpu.create(tmp_path / "gpus" / "1", A100_SXM, "GPU-idle").close()
 
     def reported(inbox: Inbox) -> set[str]:
@@ -268,10 +274,12 @@ async def test_power_is_reported_to_the_coordinator_of_a_gpu_s_job_or_else_to_th
     async with serving(training.settings(tmp_path, here.port)):
         await here.until(lambda inbox: reported(inbox) == {UUID, "GPU-idle"}, "readings of both")
         trainer = training.Trainer(tmp_path / "run" / "agent.sock", gpu)
-        await there.until(lambda inbox: bool(reported(inbox)), "a reading of the job's GPU")
+        await there.until(lambda inbox: bool(inbox.all("telemetry")), "training")
         here.inbox.heard.clear()
         await here.until(lambda inbox: len(inbox.all("power_reading")) > 2, "readings")
-        assert (reported(there.inbox), reported(here.inbox)) == ({UUID}, {"GPU-idle"})
+        assert (reported(there.inbox), reported(here.inbox)) == (set(), {"GPU-idle"})
+        there.send(wire.ConnectResponse(heartbeat=wire.Heartbeat(power_interval_s=0.1)))
+        await there.until(lambda inbox: reported(inbox) == {UUID}, "a reading of the job's GPU")
         assert there.inbox.jobs.keys() == {"job"}, "registered there"
         assert not here.inbox.jobs
         await trainer.stop()
@@ -288,21 +296,38 @@ async def test_a_rank_whose_trainer_has_gone_opens_no_stream(coordinators: list[
         assert len(agent.uplink.coordinators) == 1
 
 
-async def test_an_offer_to_a_rank_that_is_not_served_is_refused(coordinators: list[CoordinatorStub]) -> None:
+async def test_messages_go_to_their_rank_and_an_offer_to_one_that_is_not_served_is_refused(
+    coordinators: list[CoordinatorStub],
+) -> None:
     agent = Agent(address(coordinators[0]))
+    rank = agent.join(RANKS[0])
+    about: dict[str, Any] = {"job_id": RANKS[0].job_id, "rank": rank_pb2.RankCoordinates()}
+    plan: dict[str, Any] = {"epoch": "e", "version": 1, "lease_s": 3.0, "stock": wire.StockClocks()}
     async with agent.running():
-        await coordinators[0].until(lambda inbox: bool(inbox.all("hello")), "connected")
-        offer = wire.PlanOffer(
-            job_id=RANKS[0].job_id,
-            rank=rank_pb2.RankCoordinates(),
-            epoch="e",
-            version=1,
-            start_iteration=1,
-            lease_s=3.0,
-            stock=wire.StockClocks(),
-        )
-        coordinators[0].send(wire.ConnectResponse(plan_offer=offer))
+        await until(lambda: rank.has_seen(Connected), "connected")
+        coordinators[0].send(wire.ConnectResponse(rank_max_clock=wire.RankMaxClock(**about)))
+        coordinators[0].send(wire.ConnectResponse(plan_offer=wire.PlanOffer(**about, **plan)))
+        await until(lambda: rank.has_seen(PlanOffer), "an offer")
+        assert rank.has_seen(RankMaxClock)
+        about["rank"] = rank_pb2.RankCoordinates(stage=7)
+        coordinators[0].send(wire.ConnectResponse(plan_offer=wire.PlanOffer(**about, **plan)))
         await coordinators[0].until(lambda inbox: bool(inbox.all("plan_answer")), "an answer")
-    (answer,) = coordinators[0].inbox.all("plan_answer")
+    (answer,) = (each.plan_answer for each in coordinators[0].inbox.all("plan_answer"))
     reason = rank_pb2.PLAN_REFUSAL_REASON_UNKNOWN_RANK
-    assert (answer.plan_answer.accepted, answer.plan_answer.refusal_reason) == (False, reason)
+    assert (answer.rank, answer.accepted, answer.refusal_reason) == (about["rank"], False, reason)
+
+
+async def test_a_jobs_registration_is_kept_until_its_last_rank_has_left(start: Start) -> None:
+    coordinator = await start(Inbox())
+    agent = Agent(address(coordinator))
+    first, second = Rank("job", 0, 0, 0), Rank("job", 1, 0, 0)
+    agent.join(first)
+    rank = agent.join(second)
+    async with agent.running():
+        await until(lambda: rank.has_seen(Connected), "connected")
+        await agent.uplink.registrar.register("job", Registration({"jobId": "job"}, "request", "work"))
+        agent.leave(first)
+        coordinator.inbox.jobs.clear()
+        refused = wire.RankRefused(job_id="job", rank=coordinates(second), reason="JOB_NOT_FOUND")
+        coordinator.send(wire.ConnectResponse(rank_refused=refused))
+        await coordinator.until(lambda inbox: "job" in inbox.jobs, "registered again")

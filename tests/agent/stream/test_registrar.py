@@ -44,6 +44,11 @@ async def registered(coordinator: CoordinatorStub) -> None:
     await until(lambda: "job" in coordinator.inbox.jobs, "the job registered")
 
 
+async def registered_last(registrar: Registrar) -> None:
+    """A registration in progress would have ended before this one."""
+    assert await registrar.register("last", Registration({"jobId": "last"}, "last", "")) == Registered()
+
+
 async def test_a_job_is_registered_again_when_the_coordinator_does_not_know_it(
     coordinator: CoordinatorStub, registrar: Registrar
 ) -> None:
@@ -106,8 +111,7 @@ async def test_a_job_that_is_refused_or_forgotten_is_not_registered_again(
     coordinator.inbox.jobs.clear()
     registrar.rank_refused(UNKNOWN)
     registrar.rank_refused(RankRefused(Rank("other", 0, 0, 0), JOB_NOT_FOUND, ""))
-    # A registration in progress would have ended before this one.
-    assert await registrar.register("last", Registration({"jobId": "last"}, "last", "")) == Registered()
+    await registered_last(registrar)
     assert set(coordinator.inbox.jobs) == {"last"}
 
 
@@ -173,14 +177,9 @@ async def test_a_blocked_job_is_registered_with_the_same_request_later(
     # Its ranks were served, and then it ended: this agent must not begin another run.
     registrar.rank_accepted(RANK)
     coordinator.inbox.jobs.clear()
-    await registered_no_more(registrar, reason)
-    assert coordinator.inbox.jobs.keys() == {"last"}
-
-
-async def registered_no_more(registrar: Registrar, reason: str) -> None:
     registrar.rank_refused(RankRefused(RANK, reason, ""))
-    # A registration in progress would have ended before this one.
-    assert await registrar.register("last", Registration({"jobId": "last"}, "last", "")) == Registered()
+    await registered_last(registrar)
+    assert coordinator.inbox.jobs.keys() == {"last"}
 
 
 async def test_a_limit_with_a_retry_delay_is_waited_for(coordinator: CoordinatorStub) -> None:

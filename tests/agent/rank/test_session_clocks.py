@@ -103,6 +103,7 @@ SCRIPTS: dict[str, Script] = {
         (begin(B0), [SetClock(1400)]),
         # B0's end and B1's begin are lost.
         (end(B1), [idle_at(100.08)]),
+        (end(F0), []),  # it comes late
     ],
     "marks of another iteration are ignored": [
         offer(1, 0, STEADY),

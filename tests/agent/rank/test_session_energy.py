@@ -68,7 +68,7 @@ def test_blocking_power_is_that_of_the_held_clock_and_not_of_stock_after_the_las
 
     def gap(bench: Bench, number: int, _: Computation) -> list[Telemetry]:
         bench.do(clock_set(None, bench.now_s))
-        evaluation = bench.draw(2.0, 300.0) if number == 8 else []
+        evaluation = bench.draw(2.0, 300.0) if number == 3 else []
         return evaluation + bench.draw(0.15 + 0.01 * (number % 5), 140.0)
 
     estimate = trained(holding, 16, wait, lambda bench, *_: bench.draw(0.06, 300.0), gap)

@@ -135,7 +135,7 @@ def test_restoring_counts_only_once_the_agent_has_ended(monkeypatch: pytest.Monk
     agent = cast("subprocess.Popen[bytes]", SimpleNamespace(poll=lambda: next(statuses)))
     stop = cast(supervisor._Stop, SimpleNamespace(left_s=lambda _: 60.0))
     monkeypatch.setattr(supervisor, "_PAUSE_S", 0.0)
-    assert supervisor._restore(["true"], agent, stop)
+    assert supervisor._restore(["sleep", "0.1"], agent, stop)
     assert next(statuses, "none left") == "none left"
 
 

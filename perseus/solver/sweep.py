@@ -34,7 +34,7 @@ from perseus.solver.scale import UW_PER_W, Scale
 
 FloatArray = NDArray[np.float64]
 
-_MAX_BYTES = 2**27
+MAX_BYTES = 2**27
 """Approximate limit on the memory for the events' times."""
 
 
@@ -96,7 +96,7 @@ def sweep_frontier(
     t_slow_ps = int(times_ps[end])
     stop_ps = round(min(max(t_min_ps, stop_ps), t_slow_ps))
     residual = _Residual(graph, hulls)
-    recorder = EventTimesRecorder(times_ps, _MAX_BYTES)
+    recorder = EventTimesRecorder(times_ps, MAX_BYTES)
     iteration_times_ps = [t_slow_ps]
     slopes_uw: list[float] = []
     while times_ps[end] > stop_ps:

@@ -1,10 +1,11 @@
 """Random pipelines, the published profiles, and two independent judges: a replay and a linear program."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path as FilePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import highspy
 import numpy as np
@@ -36,8 +37,8 @@ def little_search() -> Iterator[None]:
     """Take all steps of realising, but with few tries: for properties that hold for any search budget."""
     little = SearchSettings(search_tries=2, refine_rounds=2, refine_tries=2, exchange_rounds=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(realisation, "_SETTINGS", little)
-        patch.setattr(realisation, "_LARGE_SETTINGS", little)
+        patch.setattr(realisation, "SETTINGS", little)
+        patch.setattr(realisation, "LARGE_SETTINGS", little)
         yield
 
 
@@ -57,6 +58,32 @@ def measurements(*rows: tuple[int, float, float]) -> tuple[Measurement, ...]:
     return tuple(Measurement(*row) for row in rows)
 
 
+FAST_AND_SLOW = measurements((1000, 1.0, 300.0), (500, 2.0, 200.0))
+
+
+def pipeline_of(
+    schedule: Schedule,
+    measured: tuple[Measurement, ...] = FAST_AND_SLOW,
+    blocking_power_w: tuple[float, ...] = (),
+    **more: Any,
+) -> Pipeline:
+    """Return a pipeline whose computations are all alike; waiting draws nothing, unless given."""
+    keys = {(c.stage, c.chunk, c.kind) for c in clocked(schedule)}
+    blocking_power_w = blocking_power_w or (0.0,) * schedule.stage_count
+    return Pipeline(schedule, dict.fromkeys(keys, measured), blocking_power_w, **more)
+
+
+def clocked(schedule: Schedule) -> list[Computation]:
+    """Return the computations that have a clock."""
+    return [c for c in schedule.computations if c.kind is not Kind.FIXED]
+
+
+def remeasured(pipeline: Pipeline, change: Callable[[Measurement], Measurement]) -> Pipeline:
+    """Return the pipeline with each of its measurements changed."""
+    profiles = {key: tuple(map(change, some)) for key, some in pipeline.profiles.items()}
+    return replace(pipeline, profiles=profiles)
+
+
 def small_pipeline(blocking_power_w: float = 50.0) -> Pipeline:
     """Two stages, two microbatches; stage 1 is the heavier, so stage 0 has time to save energy."""
     profiles: dict[ProfileKey, tuple[Measurement, ...]] = {}
@@ -68,12 +95,6 @@ def small_pipeline(blocking_power_w: float = 50.0) -> Pipeline:
                 (1000, 0.013 * weight * work, 3.0 * weight * work),
             )
     return Pipeline(one_f_one_b(2, 2), profiles, (blocking_power_w, blocking_power_w))
-
-
-def _whole_or_split(draw: st.DrawFn) -> tuple[Kind, ...]:
-    if draw(st.booleans()):
-        return (Kind.FORWARD, Kind.BACKWARD)
-    return (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 class _Waits(NamedTuple):
@@ -115,7 +136,9 @@ def schedules(draw: st.DrawFn) -> Schedule:
     pending: list[Computation] = []
     for stage in range(stage_count):
         for chunk in range(chunk_count):
-            kinds = _whole_or_split(draw)
+            kinds: tuple[Kind, ...] = (Kind.FORWARD, Kind.BACKWARD)
+            if draw(st.booleans()):
+                kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
             if draw(st.booleans()):
                 kinds = (*kinds, Kind.RECOMPUTATION)
             pending += [Computation(stage, kind, m, chunk) for kind in kinds for m in range(microbatch_count)]
@@ -151,9 +174,7 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
             Measurement(1000 + 15 * k, draw(times_s), draw(energies_j))
             for k in range(draw(st.integers(1, 5)))
         )
-        for key in sorted(
-            {(c.stage, c.chunk, c.kind) for c in schedule.computations if c.kind is not Kind.FIXED}
-        )
+        for key in sorted({(c.stage, c.chunk, c.kind) for c in clocked(schedule)})
     }
     links = [(a, b) for a in range(schedule.stage_count) for b in range(schedule.stage_count) if a != b]
     return Pipeline(

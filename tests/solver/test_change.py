@@ -5,17 +5,11 @@ from dataclasses import replace
 import pytest
 
 from perseus.solver import Pipeline, ProfileError, recheck, solve
-from tests.solver.pipelines import small_pipeline
+from tests.solver.pipelines import remeasured, small_pipeline
 
 
 def slowed(pipeline: Pipeline, factor: float) -> Pipeline:
-    return replace(
-        pipeline,
-        profiles={
-            key: tuple(replace(m, time_s=factor * m.time_s, energy_j=factor * m.energy_j) for m in some)
-            for key, some in pipeline.profiles.items()
-        },
-    )
+    return remeasured(pipeline, lambda m: replace(m, time_s=factor * m.time_s, energy_j=factor * m.energy_j))
 
 
 def test_unchanged_profiles_leave_the_plan_in_time() -> None:

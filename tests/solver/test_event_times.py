@@ -77,7 +77,7 @@ def test_a_plan_between_kept_corners_costs_little_more_than_the_bound(
 ) -> None:
     graph = build_event_graph(published_pipeline("a100-sxm", 12))
     sweep = sweep_frontier(graph)
-    monkeypatch.setattr("perseus.solver.sweep._MAX_BYTES", 40_000)
+    monkeypatch.setattr("perseus.solver.sweep.MAX_BYTES", 40_000)
     thinned = sweep_frontier(graph)
     cost = RelaxedCost(graph.hulls, graph.profile_of)
     assert isinstance(thinned.event_times, SomeCorners)

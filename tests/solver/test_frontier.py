@@ -6,14 +6,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from perseus.solver import (
     DeadlineError,
     Frontier,
-    Kind,
-    Pipeline,
     Refinement,
     SolverError,
     fastest_clock_plan,
@@ -21,9 +17,11 @@ from perseus.solver import (
     plan_at,
     realisation,
     solve,
+    sweep,
 )
 from perseus.solver import frontier as frontier_module
-from tests.solver.pipelines import little_search, measurements, pipelines, published_pipeline, small_pipeline
+from tests.solver.pipelines import measurements, pipeline_of, published_pipeline, small_pipeline
+from tests.solver.test_promises import check
 
 
 @pytest.fixture(scope="module")
@@ -31,42 +29,46 @@ def a100() -> Frontier:
     return solve(published_pipeline("a100-sxm", 12))
 
 
-def test_marks_of_the_published_a100_profile(a100: Frontier) -> None:
+@pytest.mark.parametrize(
+    ("gpu", "microbatch_count", "saving", "at_t_min", "anywhere"),
+    [
+        ("a100-sxm", 12, 0.156, 0.00139, 0.0025),
+        pytest.param("a100-sxm", 24, 0.142, 0.00155, 0.0025, marks=pytest.mark.slow("100 plans")),
+        pytest.param("a100-sxm", 48, 0.142, 0.00143, 0.002, marks=pytest.mark.slow("100 plans")),
+        ("a40", 12, 0.118, 0.003, 0.005),
+        pytest.param("a40", 24, 0.102, 0.0046, 0.005, marks=pytest.mark.slow("100 plans")),
+    ],
+)
+def test_plans_save_more_than_was_published_and_are_close_to_their_bound(
+    gpu: str, microbatch_count: int, saving: float, at_t_min: float, anywhere: float
+) -> None:
+    """The A40's backward has a cliff, where rounding alone is up to 2.4 % above the bound.
+
+    `saving` in the shortest iteration; `at_t_min`, `anywhere`: most energy above the bound, as a share.
+    """
+    frontier = solve(published_pipeline(gpu, microbatch_count))
+    assert 1 - frontier.points[0].energy_j / frontier.baseline.energy_j > saving
+    assert frontier.baseline.iteration_time_s >= frontier.t_min_s
+    assert all(point.energy_j <= (1 + anywhere) * point.bound_energy_j for point in frontier.points)
+    for slowdown, excess in ((1.0, at_t_min), (1.05, 0.0015), (1.1, 0.0015), (1.2, 0.0015)):
+        time_s = min(slowdown * frontier.t_min_s, frontier.t_slow_s)
+        plan = frontier.plan(time_s)
+        assert plan.iteration_time_s <= time_s
+        assert plan.energy_until_j(time_s) <= (1 + excess) * frontier.bound_energy_j(time_s)
+
+
+def test_points_are_evenly_spaced_in_effective_energy_from_t_min_to_t_slow(a100: Frontier) -> None:
+    """A plan from a look-up loses about a hundredth of the possible saving, at any steepness."""
+    check(a100)
     assert a100.t_min_s == a100.baseline.iteration_time_s == pytest.approx(2.8365, abs=5e-5)
     assert a100.t_min_s < a100.t_star_s < a100.t_slow_s
-    assert a100.points[a100.t_star_index].deadline_s == a100.t_star_s
-
-
-def test_saving_at_t_min_of_the_published_a100_profile(a100: Frontier) -> None:
-    saving = 1 - a100.plan(a100.t_min_s).energy_j / a100.baseline.energy_j
-    assert saving >= 0.156
-
-
-def test_points_run_from_t_min_to_t_slow(a100: Frontier) -> None:
     assert len(a100.points) == 100
-    assert a100.points[0].iteration_time_s == a100.points[0].deadline_s == a100.t_min_s
-    assert a100.points[-1].iteration_time_s == a100.points[-1].deadline_s == a100.t_slow_s
-    for earlier, later in zip(a100.points, a100.points[1:], strict=False):
-        assert earlier.deadline_s < later.deadline_s
-        assert earlier.effective_energy_j >= later.effective_energy_j
-    for point in a100.points:
-        assert point.iteration_time_s <= point.deadline_s
-        assert point.bound_energy_j == a100.bound_energy_j(point.iteration_time_s)
-        assert point.bound_energy_j <= point.energy_j <= 1.0025 * point.bound_energy_j
-
-
-def test_points_are_evenly_spaced_in_effective_energy(a100: Frontier) -> None:
-    """A plan from a look-up loses about a hundredth of the possible saving, at any steepness."""
+    for point, time_s in ((a100.points[0], a100.t_min_s), (a100.points[-1], a100.t_slow_s)):
+        assert point.iteration_time_s == point.deadline_s == time_s
     blocking_w = sum(a100.pipeline.blocking_power_w)
-
-    def bound_j(time_s: float) -> float:
-        return a100.bound_energy_j(time_s) - blocking_w * time_s
-
-    whole_j = bound_j(a100.t_min_s) - bound_j(a100.t_slow_s)
-    steps_j = [
-        bound_j(earlier.deadline_s) - bound_j(later.deadline_s) for earlier, later in pairwise(a100.points)
-    ]
-    assert max(steps_j) <= 2 * whole_j / 99  # T* has taken another point's place
+    bounds_j = [a100.bound_energy_j(p.deadline_s) - blocking_w * p.deadline_s for p in a100.points]
+    steps_j = [earlier - later for earlier, later in pairwise(bounds_j)]
+    assert max(steps_j) <= 2 * sum(steps_j) / 99  # T* has taken another point's place
     widths_s = [later.deadline_s - earlier.deadline_s for earlier, later in pairwise(a100.points)]
     assert widths_s[0] < sum(widths_s) / len(widths_s) / 3
 
@@ -95,33 +97,18 @@ def test_only_the_fastest_and_the_slowest_plan_need_no_refinement(a100: Frontier
         assert a100.is_exact(time_s)
         assert a100.plan(time_s) == a100.plan_within(time_s)
     assert not a100.is_exact(a100.t_star_s)
-    refined, looked_up = a100.plan(a100.t_star_s), a100.plan_within(a100.t_star_s)
-    assert refined.effective_energy_j <= looked_up.effective_energy_j
 
 
-@pytest.mark.parametrize(
-    ("gpu", "microbatch_count", "excess"),
-    [
-        ("a100-sxm", 12, 0.00139),
-        pytest.param("a100-sxm", 48, 0.00143, marks=pytest.mark.slow("100 plans of 48 microbatches")),
-        ("a40", 12, 0.0035),
-    ],
-)
-def test_plans_made_for_t_min_are_as_good_as_a_search_for_single_trades_finds(
-    gpu: str, microbatch_count: int, excess: float
-) -> None:
-    frontier = solve(published_pipeline(gpu, microbatch_count))
-    made = frontier.plan(frontier.t_min_s)
-    assert made.energy_j <= (1 + excess) * frontier.bound_energy_j(frontier.t_min_s)
-
-
-def test_a_refinement_can_run_in_another_process(a100: Frontier) -> None:
+def test_frontiers_and_refinements_can_be_sent_to_another_process(a100: Frontier) -> None:
     time_s = 1.03 * a100.t_min_s
-    sent = pickle.dumps(a100.refinement(time_s))
-    assert len(sent) < len(pickle.dumps(a100)) / 5
-    refinement: Refinement = pickle.loads(sent)
+    whole, part = pickle.dumps(a100), pickle.dumps(a100.refinement(time_s))
+    assert len(whole) < 3_000_000
+    assert len(part) < len(whole) / 5
+    copy: Frontier = pickle.loads(whole)
+    refinement: Refinement = pickle.loads(part)
+    assert copy.points == a100.points
     assert refinement.deadline_s == pytest.approx(time_s)
-    assert refinement.plan() == a100.plan(time_s)
+    assert refinement.plan() == copy.plan(time_s) == a100.plan(time_s)
     assert a100.refinement(99.0).deadline_s == a100.t_slow_s
 
 
@@ -134,10 +121,8 @@ def test_t_star_is_where_the_bound_is_least(a100: Frontier) -> None:
 
 def test_look_up_takes_the_slowest_plan_in_time(a100: Frontier) -> None:
     for index in (0, 1, 50, 99):
-        point = a100.points[index]
-        plan = a100.plan_within(point.iteration_time_s)
-        assert plan.iteration_time_s == point.iteration_time_s
-        assert plan.effective_energy_j == pytest.approx(point.effective_energy_j)
+        time_s = a100.points[index].iteration_time_s
+        assert a100.plan_within(time_s).iteration_time_s == time_s
     between_s = a100.points[51].iteration_time_s - 1e-9
     assert a100.plan_within(between_s).iteration_time_s == a100.points[50].iteration_time_s
 
@@ -148,43 +133,25 @@ def test_beyond_t_slow_is_the_plan_of_t_slow(a100: Frontier) -> None:
         assert plan.effective_energy_j == pytest.approx(a100.points[-1].effective_energy_j)
 
 
-def test_impossible_deadlines_name_t_min(a100: Frontier) -> None:
-    for time_s in (2.8, 0.0, -1.0, math.nan, -math.inf):
-        for attempt in (
-            a100.plan,
-            a100.plan_within,
-            a100.bound_energy_j,
-            lambda t: plan_at(a100.pipeline, t),
-        ):
-            with pytest.raises(DeadlineError, match=r"at least T_min, 2\.8365107\d* s, found") as caught:
-                attempt(time_s)
-            assert float(caught.value.details["t_min_s"]) == a100.t_min_s
+@pytest.mark.parametrize("time_s", [2.8, 0.0, -1.0, math.nan, -math.inf])
+def test_impossible_deadlines_name_t_min(a100: Frontier, time_s: float) -> None:
+    for attempt in (a100.plan, a100.plan_within, a100.bound_energy_j, lambda t: plan_at(a100.pipeline, t)):
+        with pytest.raises(DeadlineError, match=r"at least T_min, 2\.8365107\d* s, found") as caught:
+            attempt(time_s)
+        assert float(caught.value.details["t_min_s"]) == a100.t_min_s
 
 
 def test_t_min_summed_in_another_order_is_still_t_min(a100: Frontier) -> None:
     assert a100.plan(a100.t_min_s - 1e-10).iteration_time_s == a100.t_min_s
 
 
-def test_survives_pickling(a100: Frontier) -> None:
-    data = pickle.dumps(a100)
-    assert len(data) < 3_000_000
-    copy: Frontier = pickle.loads(data)
-    assert copy.points == a100.points
-    assert copy.plan(3.1) == a100.plan(3.1)
-
-
-def test_progress_rises_to_one() -> None:
-    seen: list[float] = []
-    solve(small_pipeline(), point_count=5, on_progress=seen.append)
-    assert seen == sorted(seen)
-    assert seen[-1] == 1.0
-
-
-def test_progress_moves_while_plans_are_realised() -> None:
+def test_progress_rises_to_one_also_while_plans_are_realised() -> None:
     seen: list[float] = []
     solve(published_pipeline("a40", 12), point_count=3, on_progress=seen.append)
-    assert len({share for share in seen if 0.6 < share < 1}) > 10  # the sweep ends at 0.6
     assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+    assert len({share for share in seen if share < 0.6}) > 10
+    assert len({share for share in seen if 0.6 < share < 1}) > 10  # the sweep ends at 0.6
 
 
 class CancelledError(Exception):
@@ -206,32 +173,10 @@ def test_the_progress_callback_can_end_the_work(share: float) -> None:
 
 
 def test_single_clock_has_a_single_point() -> None:
-    profiles = {(0, 0, kind): measurements((1000, 0.5, 100.0)) for kind in (Kind.FORWARD, Kind.BACKWARD)}
-    frontier = solve(Pipeline(gpipe(1, 2), profiles, (10.0,)))
+    frontier = solve(pipeline_of(gpipe(1, 2), measurements((1000, 0.5, 100.0)), (10.0,)))
     assert frontier.t_min_s == frontier.t_star_s == frontier.t_slow_s == 2.0
     assert [point.energy_j for point in frontier.points] == [pytest.approx(400.0)]
     assert frontier.plan_within(5.0) == frontier.baseline
-
-
-def test_fewest_points() -> None:
-    with pytest.raises(SolverError, match="point_count: expected at least 3, found 2"):
-        solve(small_pipeline(), point_count=2)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "microbatch_count", "published_saving"),
-    [
-        ("a100-sxm", 24, 0.142),
-        ("a40", 12, 0.118),
-        pytest.param("a40", 24, 0.102, marks=pytest.mark.slow("24 microbatches")),
-    ],
-)
-def test_intrinsic_savings_beat_the_published_ones(
-    gpu: str, microbatch_count: int, published_saving: float
-) -> None:
-    pipeline = published_pipeline(gpu, microbatch_count)
-    frontier = solve(pipeline, point_count=3)
-    assert 1 - frontier.points[0].energy_j / frontier.baseline.energy_j > published_saving
 
 
 def test_a_hull_tolerance_loosens_the_bound_by_at_most_its_value(a100: Frontier) -> None:
@@ -242,31 +187,12 @@ def test_a_hull_tolerance_loosens_the_bound_by_at_most_its_value(a100: Frontier)
         assert 0.997 <= coarse.bound_energy_j(time_s) / a100.bound_energy_j(time_s) <= 1 + 1e-9
 
 
-@given(pipeline=pipelines(), tolerance=st.floats(0.0, 0.3))
-@little_search()
-def test_the_reported_slack_covers_the_tolerances_cost_to_the_bounds(
-    pipeline: Pipeline, tolerance: float
-) -> None:
-    exact = solve(pipeline, point_count=5)
-    coarse = solve(pipeline, point_count=5, hull_tolerance=tolerance)
-    assert exact.bound_slack == 0.0
-    for point in coarse.points:
-        assert point.iteration_time_s <= point.deadline_s
-        exact_j = exact.bound_energy_j(point.iteration_time_s)
-        assert point.bound_energy_j <= exact_j + 1e-6
-        assert exact_j <= point.bound_energy_j + coarse.bound_slack * abs(point.bound_energy_j) + 1e-6
-        assert point.energy_j >= exact_j - 1e-6
-    for before, after in pairwise(coarse.points):
-        assert after.effective_energy_j <= before.effective_energy_j
-
-
 def test_large_problems_get_a_tolerance_and_plans_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit for large problems is lowered here; the code paths are the same."""
     for module in (frontier_module, realisation):
         monkeypatch.setattr(module, "MANY_COMPUTATIONS", 100)
-    monkeypatch.setattr("perseus.solver.sweep._MAX_BYTES", 20_000)
-    few_cells = replace(realisation._LARGE_SETTINGS, max_cells=1000)
-    monkeypatch.setattr(realisation, "_LARGE_SETTINGS", few_cells)
+    monkeypatch.setattr(sweep, "MAX_BYTES", 20_000)
+    monkeypatch.setattr(realisation, "LARGE_SETTINGS", replace(realisation.LARGE_SETTINGS, max_cells=1000))
     pipeline = published_pipeline("a40", 12)
     seen: list[float] = []
     frontier = solve(pipeline, point_count=20, on_progress=seen.append)
@@ -274,9 +200,7 @@ def test_large_problems_get_a_tolerance_and_plans_in_time(monkeypatch: pytest.Mo
     assert 0 < frontier.bound_slack < 0.002
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
-    assert all(point.iteration_time_s <= point.deadline_s for point in frontier.points)
-    for before, after in pairwise(frontier.points):
-        assert after.effective_energy_j <= before.effective_energy_j
+    check(frontier)
     asked_s = 1.03 * frontier.t_min_s
     plan = frontier.plan(asked_s)
     assert plan.iteration_time_s <= asked_s
@@ -286,7 +210,14 @@ def test_large_problems_get_a_tolerance_and_plans_in_time(monkeypatch: pytest.Mo
     assert solve(pipeline, point_count=3, hull_tolerance=0.0).hull_tolerance == 0.0
 
 
-@pytest.mark.parametrize("tolerance", [-0.1, 1.0, math.nan])
-def test_a_hull_tolerance_is_a_share(tolerance: float) -> None:
-    with pytest.raises(SolverError, match="hull_tolerance: expected a share"):
-        solve(small_pipeline(), hull_tolerance=tolerance)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"point_count": 2}, "point_count: expected at least 3, found 2"),
+        *(({"hull_tolerance": share}, "hull_tolerance: expected a share") for share in (-0.1, 1.0, math.nan)),
+        *(({"confidence": part}, "confidence: expected a probability") for part in (0.4, 1.0, math.nan)),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(SolverError, match=message):
+        solve(small_pipeline(), **settings)  # type: ignore[arg-type]

@@ -22,21 +22,16 @@ from perseus.solver import (
 from perseus.solver import one_forward_one_backward as one_f_one_b
 from perseus.solver.bounds import MIN_TIME_S
 from perseus.solver.plan import fastest_clock_plan
-from tests.solver.pipelines import little_search, pipelines, published_pipeline, small_pipeline
+from tests.solver.pipelines import little_search, pipelines, published_pipeline, remeasured, small_pipeline
 
 _ROUNDED = 1 + 1e-9
 
 
 def reported(pipeline: Pipeline, share: float, common_share: float = 0.0) -> Pipeline:
     """The same figures, with standard errors."""
-    return replace(
+    return remeasured(
         pipeline,
-        profiles={
-            key: tuple(
-                replace(m, time_se_s=share * m.time_s, time_common_se_s=common_share * m.time_s) for m in some
-            )
-            for key, some in pipeline.profiles.items()
-        },
+        lambda m: replace(m, time_se_s=share * m.time_s, time_common_se_s=common_share * m.time_s),
     )
 
 
@@ -62,17 +57,11 @@ def drawn(
 
 def kept_shares(frontier: Frontier, truths: list[Pipeline]) -> list[float]:
     """Of each of the frontier's plans, the share of the truths in which it keeps its time."""
-    return [
-        float(
-            np.mean(
-                [
-                    replay(one, plan.clocks_mhz).iteration_time_s <= _ROUNDED * plan.iteration_time_s
-                    for one in truths
-                ]
-            )
-        )
-        for plan in frontier.plans()
-    ]
+    shares = []
+    for plan in frontier.plans():
+        times_s = [replay(each, plan.clocks_mhz).iteration_time_s for each in truths]
+        shares.append(float(np.mean(np.array(times_s) <= _ROUNDED * plan.iteration_time_s)))
+    return shares
 
 
 def test_every_plan_that_is_given_out_keeps_its_time() -> None:
@@ -132,8 +121,7 @@ def test_plans_keep_their_times_with_the_requested_confidence(confidence: float,
     plan = plan_at(padded, factor * fastest_clock_plan(padded).iteration_time_s)
     random = np.random.default_rng(1)
     times_s = [replay(drawn(pipeline, share, random), plan.clocks_mhz).iteration_time_s for _ in range(400)]
-    kept = np.mean(np.array(times_s) <= plan.iteration_time_s)
-    assert kept >= confidence - 0.06
+    assert np.mean(np.array(times_s) <= plan.iteration_time_s) >= confidence - 0.06
 
 
 def test_more_confidence_takes_more_and_costs_more() -> None:
@@ -161,12 +149,6 @@ def test_plans_include_the_cost_of_waiting_for_the_end_of_the_margin() -> None:
             waited_j = pipeline.blocking_power_w[stage] * (after.time_s - before.time_s)
             assert waited_j > 0
             assert after.energy_j == pytest.approx(before.energy_j + waited_j)
-
-
-@pytest.mark.parametrize("confidence", [0.4, 1.0, float("nan")])
-def test_a_confidence_is_a_probability(confidence: float) -> None:
-    with pytest.raises(SolverError, match="confidence: expected a probability"):
-        with_margin(small_pipeline(), confidence)
 
 
 @pytest.mark.parametrize("confidence", [0.9998, 0.9999, 1 - 1e-12])

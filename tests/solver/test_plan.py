@@ -1,70 +1,30 @@
-"""Plans meet their deadlines on measured times and can't beat the bound; replays show the effect of
-clocks."""
+"""Replays by hand: their timeline, the energy of waiting at each clock, and what can't be replayed."""
 
-from itertools import pairwise
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from perseus.solver import (
     Computation,
     Kind,
-    Pipeline,
+    PipelineError,
     ProfileError,
     Schedule,
     gpipe,
-    plan_at,
     replay,
+    replay_with_latency,
     solve,
 )
-from tests.solver.pipelines import (
-    little_search,
-    measurements,
-    pipelines,
-    replayed_iteration_time_s,
-    small_pipeline,
-)
-
-
-@given(pipeline=pipelines(), share=st.floats(0, 1.2))
-@little_search()
-def test_plans_are_never_late_and_never_below_the_bound(pipeline: Pipeline, share: float) -> None:
-    frontier = solve(pipeline, point_count=4)
-    time_s = frontier.t_min_s + share * (frontier.t_slow_s - frontier.t_min_s)
-    for plan in (frontier.plan(time_s), plan_at(pipeline, time_s), frontier.plan_within(time_s)):
-        assert plan.iteration_time_s <= time_s + 1e-12
-        assert replayed_iteration_time_s(pipeline, plan) == pytest.approx(plan.iteration_time_s, abs=1e-10)
-        bound_j = frontier.bound_energy_j(plan.iteration_time_s)
-        assert plan.energy_j >= bound_j - 1e-9 * (1 + abs(bound_j))
-    assert frontier.plan(time_s).effective_energy_j <= frontier.plan_within(time_s).effective_energy_j
-
-
-@given(pipeline=pipelines())
-@little_search()
-def test_a_replayed_plan_is_the_plan(pipeline: Pipeline) -> None:
-    plan = plan_at(pipeline, 1e9)
-    again = replay(pipeline, {p.computation: p.clock_mhz for stage in plan.stages for p in stage})
-    assert again.iteration_time_s == plan.iteration_time_s
-    assert again.effective_energy_j == pytest.approx(plan.effective_energy_j)
-    assert again.stages == plan.stages
-    for stage, order in zip(plan.stages, pipeline.schedule.orders, strict=True):
-        assert [p.computation for p in stage] == [c for c in order if c.kind is not Kind.FIXED]
-        for earlier, later in pairwise(stage):
-            assert later.start_s >= earlier.start_s + earlier.duration_s - 1e-11
+from tests.solver.pipelines import measurements, pipeline_of, small_pipeline
 
 
 def test_replay_of_a_timeline_by_hand() -> None:
     """One microbatch over two stages, with a data load of 1 s and transfers of 0.5 and 0.25 s."""
     load = Computation(0, Kind.FIXED, 0)
     first, second = gpipe(2, 1).orders
-    pipeline = Pipeline(
+    pipeline = pipeline_of(
         Schedule(((load, *first), second)),
-        {
-            (stage, 0, kind): measurements((1000, 2.0, 300.0), (500, 3.0, 200.0))
-            for stage in (0, 1)
-            for kind in (Kind.FORWARD, Kind.BACKWARD)
-        },
+        measurements((1000, 2.0, 300.0), (500, 3.0, 200.0)),
         (10.0, 20.0),
         activation_lags_s={(0, 1): 0.5},
         gradient_lags_s={(1, 0): 0.25},
@@ -82,6 +42,50 @@ def test_replay_of_a_timeline_by_hand() -> None:
     assert plan.energy_j == pytest.approx(busy_j + waiting_j)
     assert plan.energy_until_j(20.75) == pytest.approx(busy_j + waiting_j + 10 * 30.0)
     assert plan.energy_until_j(10.0) == plan.energy_j
+
+
+def test_a_wait_draws_the_power_of_the_lower_clock_and_the_last_one_that_of_stock() -> None:
+    """Forward at 1000 MHz from 1 s to 2 s, backward at 500 MHz from 4 s to 6 s, then 3 s more."""
+    forward, backward = gpipe(1, 1).orders[0]
+    before = Computation(0, Kind.FIXED, 0)
+    pipeline = pipeline_of(
+        Schedule(((before, forward, backward),)),
+        blocking_power_w=(60.0,),
+        fixed_times_s={before: 1.0},
+        extra_lags_s={(forward, backward): 2.0},
+        blocking_powers_w=({1000: 80.0, 500: 60.0},),
+    )
+    plan = replay(pipeline, {forward: 1000, backward: 500})
+    assert plan.energy_until_j(9.0) == pytest.approx(80 * 1 + 300 + 60 * 2 + 200 + 80 * 3)
+    late = replay_with_latency(pipeline, plan, 0.5)
+    assert late.energy_j == pytest.approx(80 * 1 + 300 + 80 * 0.5 + 60 * 1.5 + 200)
+    raised = replay(pipeline, {forward: 500, backward: 1000})
+    assert raised.energy_j == pytest.approx(60 * 1 + 200 + 60 * 2 + 300)
+    # A clock in between draws a power in between.
+    shifted = replace(pipeline, blocking_powers_w=({1000: 80.0, 400: 60.0},))
+    assert replay(shifted, {forward: 1000, backward: 500}).energy_j == pytest.approx(
+        plan.energy_j + 2 * 20 / 6
+    )
+
+
+def test_one_blocking_power_at_all_clocks_is_that_power() -> None:
+    pipeline = small_pipeline(50.0)
+    flat = replace(pipeline, blocking_powers_w=({1000: 50.0, 1400: 50.0}, {1400: 50.0}))
+    assert solve(flat, point_count=5).points == solve(pipeline, point_count=5).points
+
+
+@pytest.mark.parametrize(
+    ("powers_w", "refused"),
+    [
+        (({1000: 50.0},), "expected none, or those of each of 2 stages, found 1"),
+        (({1000: 50.0}, {}), "stage 1: expected a power at one clock or more, found none"),
+        (({1000: 50.0}, {1000: 49.0}), "stage 1: expected 50 to .* W at 1 to .* MHz, found 49 W at 1000 MHz"),
+        (({1000: 50.0}, {0: 50.0}), "stage 1: .* found 50 W at 0 MHz"),
+    ],
+)
+def test_impossible_blocking_powers_are_refused(powers_w: tuple[dict[int, float], ...], refused: str) -> None:
+    with pytest.raises(PipelineError, match=refused):
+        replace(small_pipeline(50.0), blocking_powers_w=powers_w)
 
 
 def test_replay_refuses_clocks_that_were_not_measured() -> None:

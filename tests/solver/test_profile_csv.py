@@ -11,12 +11,12 @@ from perseus.solver import (
     Measurement,
     Pipeline,
     ProfileError,
+    ProfileKey,
     one_forward_one_backward,
     plan_at,
     read_profile_csv,
     solve,
 )
-from perseus.solver.pipeline import ProfileKey
 from perseus.solver.study import envpipe, zeus_global
 from tests.solver.pipelines import published_profile_path
 
@@ -33,9 +33,12 @@ GOOD = [
 ]
 
 
+Read = Callable[[list[str]], dict[ProfileKey, tuple[Measurement, ...]]]
+
+
 @pytest.fixture
-def read(tmp_path: Path) -> Callable[[list[str]], object]:
-    def read_lines(lines: list[str]) -> object:
+def read(tmp_path: Path) -> Read:
+    def read_lines(lines: list[str]) -> dict[ProfileKey, tuple[Measurement, ...]]:
         path = tmp_path / "profile.csv"
         path.write_text("\n".join(lines) + "\n")
         return read_profile_csv(path, 8)
@@ -43,18 +46,18 @@ def read(tmp_path: Path) -> Callable[[list[str]], object]:
     return read_lines
 
 
-def test_reads_energies_of_the_whole_stage(read: Callable[[list[str]], dict[object, object]]) -> None:
+def test_reads_energies_of_the_whole_stage(read: Read) -> None:
     profiles = read(GOOD)
     assert set(profiles) == {(s, 0, kind) for s in (0, 1) for kind in (Kind.FORWARD, Kind.BACKWARD)}
     assert profiles[1, 0, Kind.BACKWARD] == (Measurement(1200, 0.10, 288.0), Measurement(1410, 0.09, 320.0))
 
 
-def test_rows_and_columns_may_come_in_any_order(read: Callable[[list[str]], object]) -> None:
+def test_rows_and_columns_may_come_in_any_order(read: Read) -> None:
     turned = [",".join(reversed(line.split(","))) for line in GOOD]
     assert read([turned[0], *reversed(turned[1:])]) == read(GOOD)
 
 
-def test_byte_order_mark_is_no_part_of_the_header(read: Callable[[list[str]], object]) -> None:
+def test_byte_order_mark_is_no_part_of_the_header(read: Read) -> None:
     assert read(["\ufeff" + GOOD[0], *GOOD[1:]]) == read(GOOD)
 
 
@@ -94,12 +97,12 @@ def test_byte_order_mark_is_no_part_of_the_header(read: Callable[[list[str]], ob
         ("0,forward,1410,0.05,20,7", "row 2, column after the last: expected nothing, found '7'"),
     ],
 )
-def test_bad_cells(read: Callable[[list[str]], object], row: str, message: str) -> None:
+def test_bad_cells(read: Read, row: str, message: str) -> None:
     with pytest.raises(ProfileError, match=rf"profile\.csv, {message}"):
         read([GOOD[0], row, *GOOD[2:]])
 
 
-def test_duplicate_rows(read: Callable[[list[str]], object]) -> None:
+def test_duplicate_rows(read: Read) -> None:
     with pytest.raises(
         ProfileError, match=r"row 10, column frequency: .*found the same as in row 3"
     ) as caught:
@@ -113,7 +116,6 @@ def test_duplicate_rows(read: Callable[[list[str]], object]) -> None:
         ([], "expected the columns stage,.* found an empty file"),
         (GOOD[:1], "expected at least one row below the header, found none"),
         (["stage,instruction,clock,time,energy", *GOOD[1:]], "row 1: .* found no frequency in stage,"),
-        (GOOD[:5], None),
         (
             [*GOOD[:6], *GOOD[7:]],
             "expected stage 1 backward at the stage's highest clock, 1410 MHz, found 1200 MHz as its highest",
@@ -123,27 +125,19 @@ def test_duplicate_rows(read: Callable[[list[str]], object]) -> None:
             "expected stage 1 backward .* found no row$",
         ),
         ([row for row in GOOD if not row.startswith("0,")], "expected stage 0 forward, found no row$"),
-        (GOOD[:-1], None),
     ],
 )
-def test_missing_parts(read: Callable[[list[str]], object], lines: list[str], message: str | None) -> None:
-    if message is None:
-        assert read(lines)
-        return
+def test_missing_parts(read: Read, lines: list[str], message: str) -> None:
     with pytest.raises(ProfileError, match=message):
         read(lines)
 
 
-def test_computations_have_their_own_clocks(
-    read: Callable[[list[str]], dict[ProfileKey, tuple[Measurement, ...]]],
-) -> None:
+def test_computations_have_their_own_clocks(read: Read) -> None:
     """As after a scan that ended for each computation where its energy rose."""
     profiles = read([*GOOD[:-1], "0,backward,1100,0.11,35"])
     pipeline = Pipeline(one_forward_one_backward(2, 4), profiles, (60.0, 60.0))
     frontier = solve(pipeline, point_count=5)
-    clocks_mhz = {
-        key: sorted({m.clock_mhz for m in measured}, reverse=True) for key, measured in profiles.items()
-    }
+    clocks_mhz = {key: sorted({m.clock_mhz for m in some}, reverse=True) for key, some in profiles.items()}
     assert clocks_mhz == {
         (0, 0, Kind.FORWARD): [1410, 1200],
         (0, 0, Kind.BACKWARD): [1410, 1200, 1100],
@@ -160,7 +154,7 @@ def test_computations_have_their_own_clocks(
 WITH_LIMIT = [f"{GOOD[0]},power_limit_w,kernel", *(f"{row},300,split" for row in GOOD[1:])]
 
 
-def test_other_columns_are_further_settings(read: Callable[[list[str]], dict[object, object]]) -> None:
+def test_other_columns_are_further_settings(read: Read) -> None:
     profiles = read(
         [*WITH_LIMIT, "0,forward,1410,0.055,17,250.5,split", "0,forward,1410,0.054,18,300, fused "]
     )
@@ -177,17 +171,13 @@ def test_other_columns_are_further_settings(read: Callable[[list[str]], dict[obj
     )
 
 
-def test_standard_errors_and_unnamed_columns_are_no_settings(
-    read: Callable[[list[str]], object],
-) -> None:
+def test_standard_errors_and_unnamed_columns_are_no_settings(read: Read) -> None:
     """Tables often begin with an index that has no name."""
     more = [f",{GOOD[0]},time_se,energy_se", *(f"{i},{row},," for i, row in enumerate(GOOD[1:]))]
     assert read(more) == read(GOOD)
 
 
-def test_not_every_setting_need_be_measured_of_every_computation(
-    read: Callable[[list[str]], dict[object, object]],
-) -> None:
+def test_not_every_setting_need_be_measured_of_every_computation(read: Read) -> None:
     only_here = "0,forward,1410,0.055,17,250,split"
     assert read([*WITH_LIMIT, only_here]).keys() == read(WITH_LIMIT).keys()
     without = [row for row in WITH_LIMIT if not row.startswith("1,backward,1410")]
@@ -200,26 +190,16 @@ def test_not_every_setting_need_be_measured_of_every_computation(
     [
         ("power_limit_w", "", r"row 3, column power_limit_w: expected a finite number of watts .*, found ''"),
         ("power_limit_w", "250 W", "row 3, column power_limit_w: expected .* watts .*, found '250 W'"),
-        ("power_limit_w", "nan", "row 3, column power_limit_w: expected .* watts .*, found 'nan'"),
-        (
-            "memory_clock_mhz",
-            "high",
-            "row 3, column memory_clock_mhz: expected a finite number of MHz .*'high'",
-        ),
         ("kernel", " ", "row 3, column kernel: expected a printable text of 1 to 200 characters, found ''"),
-        ("kernel", "a\tb", "row 3, column kernel: expected a printable text"),
         ("kernel,power_limit_w", "250", "row 3, column power_limit_w: expected a value, found nothing"),
         ("kernel", "250,7", "row 3, column after the last: expected nothing, found '7'"),
         ("kernel,kernel", "250,250", "row 1, column kernel: expected each column once, found it 2 times"),
         ("energy", "250", "row 1, column energy: expected each column once, found it 2 times"),
-        ("clock_mhz", "250", "row 1: further setting clock_mhz: expected another name"),
         ("time_se_s", "250", "row 1: further setting time_se_s: expected another name"),
         (" kernel", "a", "row 1: further setting: expected a printable name .* without spaces .* ' kernel'"),
     ],
 )
-def test_bad_further_settings(
-    read: Callable[[list[str]], object], columns: str, cells: str, message: str
-) -> None:
+def test_bad_further_settings(read: Read, columns: str, cells: str, message: str) -> None:
     good = ",".join("250" for _ in columns.split(","))
     rows = [f"{GOOD[0]},{columns}", f"{GOOD[1]},{good}", f"{GOOD[2]},{cells}"]
     with pytest.raises(ProfileError, match=rf"profile\.csv, {message}"):
@@ -227,7 +207,7 @@ def test_bad_further_settings(
 
 
 @pytest.mark.parametrize("again", ["300,split", "300.0,split", "3e2, split "])
-def test_a_repeated_setting_is_refused(read: Callable[[list[str]], object], again: str) -> None:
+def test_a_repeated_setting_is_refused(read: Read, again: str) -> None:
     with pytest.raises(
         ProfileError,
         match=r"row 10, column frequency,power_limit_w,kernel: expected one row per stage, instruction and "
@@ -236,28 +216,23 @@ def test_a_repeated_setting_is_refused(read: Callable[[list[str]], object], agai
         read([*WITH_LIMIT, f"{GOOD[2]},{again}"])
 
 
-def test_wrong_encoding(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "gpus_per_stage", "message"),
+    [
+        ("\n".join(GOOD).encode("utf-16"), 8, r"profile\.csv: expected UTF-8 text, found byte 0xff"),
+        (f'{GOOD[0]}\n0,"forward'.encode(), 8, r"profile\.csv, row 2: expected CSV"),
+        (None, 8, r"profile\.csv: expected a readable file, found: No such file"),
+        (b"", 0, "gpus_per_stage: expected at least 1, found 0"),
+    ],
+)
+def test_what_is_no_profile_is_refused(
+    tmp_path: Path, content: bytes | None, gpus_per_stage: int, message: str
+) -> None:
     path = tmp_path / "profile.csv"
-    path.write_bytes("\n".join(GOOD).encode("utf-16"))
-    with pytest.raises(ProfileError, match=r"profile\.csv: expected UTF-8 text, found byte 0xff"):
-        read_profile_csv(path, 8)
-
-
-def test_broken_quotes(tmp_path: Path) -> None:
-    path = tmp_path / "profile.csv"
-    path.write_text(GOOD[0] + '\n0,"forward')
-    with pytest.raises(ProfileError, match=r"profile\.csv, row 2: expected CSV"):
-        read_profile_csv(path, 8)
-
-
-def test_absent_file(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match=r"absent\.csv: expected a readable file, found: No such file"):
-        read_profile_csv(tmp_path / "absent.csv", 8)
-
-
-def test_gpu_count(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match="gpus_per_stage: expected at least 1, found 0"):
-        read_profile_csv(tmp_path / "profile.csv", 0)
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ProfileError, match=message):
+        read_profile_csv(path, gpus_per_stage)
 
 
 def test_published_profiles() -> None:
@@ -266,7 +241,7 @@ def test_published_profiles() -> None:
     assert {len(measurements) for measurements in profiles.values()} == {38}
 
 
-def test_chunks_and_split_backwards(read: Callable[[list[str]], dict[object, object]]) -> None:
+def test_chunks_and_split_backwards(read: Read) -> None:
     head, *_ = GOOD
     kinds = ("forward", "backward-input", "backward-weight")
     rows = [f"0,{kind},1410,0.05,20,{chunk}" for kind in kinds for chunk in (1, 0)]

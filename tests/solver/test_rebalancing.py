@@ -22,7 +22,7 @@ from perseus.solver import (
     solve,
 )
 from perseus.solver.rebalancing import Rebalancing
-from tests.solver.pipelines import little_search, pipelines, published_pipeline
+from tests.solver.pipelines import little_search, pipelines, published_pipeline, remeasured
 
 HEAD = 0.8
 """Of the last place, in layers; the first has none."""
@@ -71,12 +71,12 @@ def test_a_move_leads_to_the_pipeline_of_those_layers(heavy_head: Rebalancing) -
 
 def test_errors_move_with_the_layers(heavy_head: Rebalancing) -> None:
     pipeline = heavy_head.present.frontier.pipeline
-    profiles = {
-        key: tuple(replace(m, time_se_s=0.01 * m.time_s, time_common_se_s=0.01 * m.time_s) for m in some)
-        for key, some in pipeline.profiles.items()
-    }
-    noisy = solve(replace(pipeline, profiles=profiles), point_count=3)
-    for some in rebalance(noisy, [4, 4, 4, 4]).steps[0].frontier.pipeline.profiles.values():
+    noisy = remeasured(
+        pipeline, lambda m: replace(m, time_se_s=0.01 * m.time_s, time_common_se_s=0.01 * m.time_s)
+    )
+    for some in (
+        rebalance(solve(noisy, point_count=3), [4, 4, 4, 4]).steps[0].frontier.pipeline.profiles.values()
+    ):
         for m in some:
             assert m.time_common_se_s == pytest.approx(m.time_se_s) == 0.01 * m.time_s
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from perseus.solver import (
     Computation,
     Kind,
+    Path,
     Schedule,
     ScheduleError,
     early_recomputation,
@@ -42,18 +43,21 @@ def orders(*texts: str) -> tuple[tuple[Computation, ...], ...]:
     return tuple(order(stage, text) for stage, text in enumerate(texts))
 
 
-def test_gpipe() -> None:
-    assert gpipe(2, 3).orders == orders("F0 F1 F2 B2 B1 B0", "F0 F1 F2 B2 B1 B0")
-
-
-def test_one_forward_one_backward() -> None:
-    assert one_forward_one_backward(3, 4).orders == orders(
-        "F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"
-    )
-
-
-def test_one_forward_one_backward_with_fewer_microbatches_than_stages() -> None:
-    assert one_forward_one_backward(3, 1).orders == orders("F0 B0", "F0 B0", "F0 B0")
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (gpipe(2, 3), ("F0 F1 F2 B2 B1 B0", "F0 F1 F2 B2 B1 B0")),
+        (
+            one_forward_one_backward(3, 4),
+            ("F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"),
+        ),
+        (one_forward_one_backward(3, 1), ("F0 B0", "F0 B0", "F0 B0")),
+        (early_recomputation(2, 2), ("F0 F1 R0 B0 R1 B1", "F0 B0 F1 B1")),
+    ],
+    ids=["gpipe", "1F1B", "fewer microbatches than stages", "early recomputation"],
+)
+def test_orders_of_the_named_schedules(schedule: Schedule, expected: tuple[str, ...]) -> None:
+    assert schedule.orders == orders(*expected)
 
 
 @given(stage_count=st.integers(1, 6), microbatch_count=st.integers(1, 12))
@@ -67,32 +71,60 @@ def test_1f1b_keeps_few_activations(stage_count: int, microbatch_count: int) -> 
         assert maximum == min(stage_count - stage, microbatch_count)
 
 
-def test_dependencies_cross_stages_only() -> None:
-    schedule = one_forward_one_backward(2, 1)
-    f0, f1 = Computation(0, Kind.FORWARD, 0), Computation(1, Kind.FORWARD, 0)
-    b0, b1 = Computation(0, Kind.BACKWARD, 0), Computation(1, Kind.BACKWARD, 0)
-    assert set(schedule.dependencies) == {(f0, f1), (b1, b0)}
+V: tuple[Path, ...] = (((0, 0), (1, 0), (1, 1), (0, 1)),)
+CHUNKS = orders("F0 F0' B0' B0", "F0 F0' B0' B0")
 
 
-def test_chunks_wrap_from_the_last_stage_to_the_first() -> None:
-    schedule = Schedule(orders("F0 F0' B0' B0", "F0 F0' B0' B0"))
-    f = {(s, c): Computation(s, Kind.FORWARD, 0, c) for s in (0, 1) for c in (0, 1)}
-    b = {(s, c): Computation(s, Kind.BACKWARD, 0, c) for s in (0, 1) for c in (0, 1)}
-    assert set(schedule.dependencies) == {
-        (f[0, 0], f[1, 0]),
-        (f[1, 0], f[0, 1]),
-        (f[0, 1], f[1, 1]),
-        (b[1, 1], b[0, 1]),
-        (b[0, 1], b[1, 0]),
-        (b[1, 0], b[0, 0]),
-    }
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        # Each as "earlier > later", a computation as its stage and its word in an order.
+        (Schedule(orders("F0 B0", "F0 B0")), ["0F0 > 1F0", "1B0 > 0B0"]),
+        (
+            Schedule(CHUNKS),
+            ["0F0 > 1F0", "1F0 > 0F0'", "0F0' > 1F0'", "1B0' > 0B0'", "0B0' > 1B0", "1B0 > 0B0"],
+        ),
+        (Schedule(CHUNKS, V), ["0F0 > 1F0", "1F0' > 0F0'", "0B0' > 1B0'", "1B0 > 0B0"]),
+        (Schedule(orders("X0 F0 B0 X1", "F0 R0 I0 W0")), ["0F0 > 1F0", "1I0 > 0B0"]),
+        (
+            Schedule(orders("F0 F1' B1' B0", "F1' F0 B0 B1'"), (((0, 0), (1, 0)), ((1, 1), (0, 1)))),
+            ["0F0 > 1F0", "1F1' > 0F1'", "1B0 > 0B0", "0B1' > 1B1'"],
+        ),
+    ],
+    ids=[
+        "across stages only",
+        "chunks wrap from the last stage to the first",
+        "a V turns round at the last stage",
+        "a split backward passes the gradient on before the weights",
+        "two paths from both ends",
+    ],
+)
+def test_dependencies(schedule: Schedule, expected: list[str]) -> None:
+    def computation(text: str) -> Computation:
+        return order(int(text[0]), text[1:])[0]
+
+    pairs = [each.split(" > ") for each in expected]
+    assert set(schedule.dependencies) == {(computation(a), computation(b)) for a, b in pairs}
+    assert len(schedule.dependencies) == len(expected)
 
 
-def test_split_backward_passes_the_gradient_on_before_the_weights() -> None:
-    schedule = Schedule(orders("X0 F0 B0 X1", "F0 R0 I0 W0"))
-    gradient = (Computation(1, Kind.BACKWARD_INPUT, 0), Computation(0, Kind.BACKWARD, 0))
-    assert gradient in schedule.dependencies
-    assert len(schedule.dependencies) == 2
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ((V[0][:3],), "stage 0 chunk 1 forward of microbatch 0 is on no path"),
+        ((V[0], ((0, 0),)), "expected each stage's chunk once, found stage 0, chunk 0 again"),
+        ((V[0][:2], ((2, 1),)), "paths: expected stages 0 to 1 .* found stage 2, chunk 1"),
+        (((*V[0], (1, 2)),), "stage 1, chunk 2, microbatch 0: .* found nothing"),
+    ],
+)
+def test_wrong_paths_are_refused(paths: tuple[Path, ...], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Schedule(CHUNKS, paths)
+
+
+def test_a_path_that_no_computation_is_on_is_kept() -> None:
+    paths = (V[0], ((1, 2), (0, 2)))
+    assert Schedule(CHUNKS, paths).paths == paths
 
 
 def test_deadlock_names_the_cycle() -> None:
@@ -129,13 +161,6 @@ def test_inconsistent_orders_are_refused(
 ) -> None:
     with pytest.raises(ScheduleError, match=message):
         Schedule(bad_orders)
-
-
-def test_counts_are_checked() -> None:
-    with pytest.raises(ScheduleError, match="stage_count: expected at least 1, found 0"):
-        gpipe(0, 4)
-    with pytest.raises(ScheduleError, match="microbatch_count: expected at least 1, found -1"):
-        one_forward_one_backward(4, -1)
 
 
 def calls_of(work: Callable[[], object]) -> int:

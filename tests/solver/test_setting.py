@@ -1,6 +1,7 @@
 """Settings of more than a clock: their validity, and their use in the solver's parts."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from perseus.solver import (
 )
 from perseus.solver.setting import Further, further_of
 from perseus.solver.study import Replicas, emulate, envpipe, zeus_global, zeus_per_stage
-from tests.solver.pipelines import little_search
+from tests.solver.pipelines import little_search, remeasured
 
 UNLIMITED: Further = (("power_limit_w", 400.0),)
 LIMITED: Further = (("power_limit_w", 300.0),)
@@ -107,7 +108,7 @@ def test_a_plan_of_clocks_has_no_further_settings() -> None:
         key: tuple(Measurement(m.clock_mhz, m.time_s, m.energy_j) for m in some[::2])
         for key, some in pipeline.profiles.items()
     }
-    plan = plan_at(Pipeline(pipeline.schedule, clocks, pipeline.blocking_power_w), 0.13)
+    plan = plan_at(replace(pipeline, profiles=clocks), 0.13)
     assert plan.settings == plan.clocks_mhz
 
 
@@ -121,19 +122,10 @@ def test_plans_choose_among_settings_of_a_clock() -> None:
         assert duration_s(plan, computation) == pytest.approx(m.time_s)
 
 
-@pytest.mark.parametrize("look_up", [True, False])
-def test_a_plan_replays_to_itself(look_up: bool) -> None:
-    pipeline = limited_pipeline()
-    frontier = solve(pipeline, point_count=10)
-    for point in frontier.points:
-        plan = (frontier.plan_within if look_up else frontier.plan)(point.iteration_time_s)
-        assert replay(pipeline, plan.settings) == plan
-
-
 @given(st.lists(st.sampled_from([(), LIMITED, UNLIMITED]), min_size=12, max_size=12))
 @little_search()
 def test_clocks_and_settings_may_be_mixed(given_further: list[Further]) -> None:
-    """Some measurements have a clock alone; plans of all kinds have the chosen settings."""
+    """Some measurements have a clock alone; plans of all kinds have the chosen settings everywhere."""
     pipeline, left = limited_pipeline(), iter(given_further)
     profiles: dict[ProfileKey, tuple[Measurement, ...]] = {}
     for key, some in pipeline.profiles.items():
@@ -149,9 +141,17 @@ def test_clocks_and_settings_may_be_mixed(given_further: list[Further]) -> None:
         profiles[key] = tuple(measured.values())
     pipeline = replace(pipeline, profiles=profiles)
     frontier = solve(pipeline, point_count=4)
-    for point in frontier.points:
-        plan = frontier.plan_within(point.iteration_time_s)
+    for time_s, plan_for in product(
+        [point.iteration_time_s for point in frontier.points], (frontier.plan_within, frontier.plan)
+    ):
+        plan = plan_for(time_s)
         assert replay(pipeline, plan.settings) == plan
+        assert recheck(plan, pipeline, time_s).plan == plan
+        emulated = emulate(pipeline, [Replicas(plan)])
+        assert (emulated.iteration_time_s, emulated.energy_j) == (
+            plan.iteration_time_s,
+            pytest.approx(plan.energy_j),
+        )
         assert [further_of(setting) for setting in plan.settings.values()] == [
             planned.further for stage in plan.stages for planned in stage
         ]
@@ -174,13 +174,7 @@ def test_a_setting_that_is_measured_twice_is_refused() -> None:
     with pytest.raises(
         ProfileError, match="expected one measurement per setting, found 2 at 1400 MHz, power_limit_w 400"
     ):
-        Pipeline(pipeline.schedule, profiles, pipeline.blocking_power_w)
-
-
-def test_a_plan_in_force_is_rechecked_at_its_settings() -> None:
-    pipeline = limited_pipeline()
-    plan = solve(pipeline, point_count=5).plan_within(0.13)
-    assert recheck(plan, pipeline, plan.iteration_time_s).plan == plan
+        replace(pipeline, profiles=profiles)
 
 
 def test_repeated_measurements_are_merged_setting_by_setting() -> None:
@@ -230,15 +224,8 @@ def test_computations_inform_each_other_at_the_same_further_settings() -> None:
 
 def test_a_margin_works_for_settings_as_for_clocks() -> None:
     pipeline = limited_pipeline()
-    noisy = {
-        key: tuple(
-            MeasuredSetting(m.clock_mhz, m.time_s, m.energy_j, 0.02 * m.time_s, further=m.further)
-            for m in some
-            if isinstance(m, MeasuredSetting)
-        )
-        for key, some in pipeline.profiles.items()
-    }
-    frontier = solve(Pipeline(pipeline.schedule, noisy, pipeline.blocking_power_w), confidence=0.95)
+    noisy = remeasured(pipeline, lambda m: replace(m, time_se_s=0.02 * m.time_s))
+    frontier = solve(noisy, confidence=0.95)
     assert frontier.margin is not None
     assert frontier.margin.time_share > 0
     assert set(frontier.plan(frontier.t_slow_s).settings.values()) <= {
@@ -273,11 +260,3 @@ def test_baselines_choose_among_settings() -> None:
     plan = envpipe(pipeline)
     assert plan.iteration_time_s == fastest_clock_plan(pipeline).iteration_time_s
     assert Setting(1000, LIMITED) in plan.settings.values()
-
-
-def test_a_cluster_is_emulated_at_its_plans_settings() -> None:
-    pipeline = limited_pipeline()
-    plan = plan_at(pipeline, fastest_clock_plan(pipeline).iteration_time_s)
-    emulated = emulate(pipeline, [Replicas(plan)])
-    assert emulated.iteration_time_s == plan.iteration_time_s
-    assert emulated.energy_j == pytest.approx(plan.energy_j)

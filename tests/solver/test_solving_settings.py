@@ -1,6 +1,5 @@
 """To the solver a setting is only a label: the effect of renamed and added settings on plans."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,7 @@ from perseus.solver import (
     solve,
 )
 from perseus.solver.setting import Further
-from tests.solver.pipelines import little_search, pipelines, small_pipeline
+from tests.solver.pipelines import little_search, pipelines, remeasured, small_pipeline
 
 HERE: Further = (("kernel", "here"),)
 ADDED: Further = (("kernel", "added"),)
@@ -27,11 +26,6 @@ ADDED: Further = (("kernel", "added"),)
 
 def with_further(m: Measurement, further: Further, clock_mhz: int | None = None) -> MeasuredSetting:
     return MeasuredSetting(clock_mhz or m.clock_mhz, m.time_s, m.energy_j, further=further)
-
-
-def renamed(pipeline: Pipeline, rename: Callable[[Measurement], MeasuredSetting]) -> Pipeline:
-    profiles = {key: tuple(map(rename, some)) for key, some in pipeline.profiles.items()}
-    return replace(pipeline, profiles=profiles)
 
 
 def with_added(pipeline: Pipeline, added: dict[ProfileKey, MeasuredSetting]) -> Pipeline:
@@ -53,7 +47,7 @@ def test_a_name_beside_each_clock_changes_no_plan(pipeline: Pipeline) -> None:
     def rename(m: Measurement) -> MeasuredSetting:
         return with_further(m, (("kernel", f"of {m.clock_mhz} MHz"), ("power_limit_w", float(m.clock_mhz))))
 
-    found, expected = solve(renamed(pipeline, rename), point_count=3), solve(pipeline, point_count=3)
+    found, expected = solve(remeasured(pipeline, rename), point_count=3), solve(pipeline, point_count=3)
     assert found.points == expected.points
     for point in expected.points:
         for plan, same in (
@@ -74,7 +68,7 @@ def test_a_name_beside_each_clock_changes_no_plan(pipeline: Pipeline) -> None:
 @little_search()
 def test_settings_that_share_a_clock_are_distinguished(pipeline: Pipeline, share: float) -> None:
     """All measurements of a computation at one clock, distinguished by a setting that was the clock."""
-    same_clock = renamed(
+    same_clock = remeasured(
         pipeline, lambda m: with_further(m, (("kernel", f"{m.clock_mhz:05}"),), clock_mhz=1000)
     )
     frontier = solve(pipeline, point_count=3)
@@ -92,7 +86,7 @@ def test_settings_that_share_a_clock_are_distinguished(pipeline: Pipeline, share
 @little_search()
 def test_a_dominated_setting_changes_nothing(pipeline: Pipeline, data: st.DataObject) -> None:
     """Longer, and dearer by more than the blocking power of the extra time."""
-    pipeline = renamed(pipeline, lambda m: with_further(m, HERE))
+    pipeline = remeasured(pipeline, lambda m: with_further(m, HERE))
     added: dict[ProfileKey, MeasuredSetting] = {}
     for key, some in pipeline.profiles.items():
         better = data.draw(st.sampled_from(some))
@@ -109,7 +103,7 @@ def test_a_dominated_setting_changes_nothing(pipeline: Pipeline, data: st.DataOb
 def test_an_additional_setting_never_makes_the_frontier_worse(
     pipeline: Pipeline, data: st.DataObject
 ) -> None:
-    pipeline = renamed(pipeline, lambda m: with_further(m, HERE))
+    pipeline = remeasured(pipeline, lambda m: with_further(m, HERE))
     added = {
         key: MeasuredSetting(
             data.draw(st.sampled_from(some)).clock_mhz,
@@ -137,7 +131,7 @@ def test_a_better_setting_is_taken() -> None:
         return MeasuredSetting(m.clock_mhz, m.time_s, factor * m.energy_j, further=further)
 
     clocks = small_pipeline(0.0)
-    pipeline = renamed(clocks, lambda m: further(m, HERE, 1.0))
+    pipeline = remeasured(clocks, lambda m: further(m, HERE, 1.0))
     better = {
         key: (*some, *(further(m, ADDED, 0.8) for m in some)) for key, some in pipeline.profiles.items()
     }

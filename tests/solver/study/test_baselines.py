@@ -79,16 +79,14 @@ def test_zeus_needs_a_clock_that_all_share() -> None:
 
 @given(pipeline=pipelines())
 @little_search()
-def test_no_baseline_beats_the_bound(pipeline: Pipeline) -> None:
+def test_no_baseline_beats_the_bound_and_envpipe_keeps_its_envelope_at_the_highest_clocks(
+    pipeline: Pipeline,
+) -> None:
     frontier = solve(pipeline, point_count=3)
     for plan in (envpipe(pipeline), *zeus_global(pipeline), *zeus_per_stage(pipeline)):
         assert plan.iteration_time_s >= frontier.t_min_s
         bound_j = frontier.bound_energy_j(plan.iteration_time_s)
         assert plan.energy_j >= bound_j - 1e-9 * (1 + abs(bound_j))
-
-
-@given(pipeline=pipelines())
-def test_envpipe_keeps_its_envelope_at_the_highest_clocks(pipeline: Pipeline) -> None:
     clocks_mhz, highest_mhz = envpipe(pipeline).clocks_mhz, fastest_clock_plan(pipeline).clocks_mhz
     for order in pipeline.schedule.orders:
         forwards = [c for c in order if c.kind is Kind.FORWARD]

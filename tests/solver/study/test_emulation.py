@@ -9,18 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.pictures import Bar, Timeline, draw_timelines
-from perseus.solver import (
-    Kind,
-    Pipeline,
-    Plan,
-    SolverError,
-    fastest_clock_plan,
-    gpipe,
-    plan_at,
-    replay,
-)
+from perseus.solver import Pipeline, Plan, SolverError, fastest_clock_plan, gpipe, plan_at, replay
 from perseus.solver.study import EmulatedComputation, Replicas, emulate
-from tests.solver.pipelines import little_search, measurements, pipelines, published_pipeline
+from tests.solver.pipelines import little_search, pipeline_of, pipelines, published_pipeline
 
 
 def two_stages() -> tuple[Pipeline, Plan]:
@@ -28,9 +19,7 @@ def two_stages() -> tuple[Pipeline, Plan]:
 
     Stage 0 runs its forward at 1000 and its backward at 500 MHz, stage 1 both at 1000: 0–1, 3–5; 1–2, 2–3.
     """
-    curve = measurements((1000, 1.0, 300.0), (500, 2.0, 200.0))
-    profiles = {(stage, 0, kind): curve for stage in (0, 1) for kind in (Kind.FORWARD, Kind.BACKWARD)}
-    pipeline = Pipeline(gpipe(2, 1), profiles, (10.0, 20.0))
+    pipeline = pipeline_of(gpipe(2, 1), blocking_power_w=(10.0, 20.0))
     backward = pipeline.schedule.orders[0][1]
     return pipeline, replay(pipeline, dict.fromkeys(pipeline.schedule.computations, 1000) | {backward: 500})
 
@@ -95,7 +84,7 @@ def test_savings_with_a_straggler_beat_the_published_ones() -> None:
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A picture; matplotlib opens its fonts with the first one, and keeps them."""
+    """Return a picture; matplotlib opens its fonts with the first one, and keeps them."""
     pytest.importorskip("matplotlib")
     pipeline, plan = two_stages()
     iteration = emulate(pipeline, [Replicas(plan), Replicas(plan, slowdown=1.5)])

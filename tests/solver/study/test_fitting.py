@@ -58,6 +58,32 @@ def random_times_s(schedule: Schedule, random: np.random.Generator) -> dict[Comp
     }
 
 
+LAGS_S = st.floats(0.0, 0.4)
+PLANTED = FittedTimes({(0, 1): 0.02, (1, 2): 0.05}, {(1, 0): 0.03, (2, 1): 0.01}, {LOAD: 0.4})
+
+
+def planted_iterations(
+    planted: FittedTimes, seed: int, count: int, schedule: Schedule | None = None
+) -> tuple[Schedule, list[MeasuredIteration]]:
+    """Return iterations without any noise, of three stages unless a schedule is given."""
+    schedule, random = schedule or with_load(one_forward_one_backward(3, 6)), np.random.default_rng(seed)
+    plans = [random_times_s(schedule, random) for _ in range(count)]
+    return schedule, [MeasuredIteration(t, emulated_iteration_time_s(schedule, t, planted)) for t in plans]
+
+
+def planted_times(
+    lags_s: Sequence[float], load_s: float = 0.3, transfers: Transfers = Transfers.OVERLAPPING
+) -> FittedTimes:
+    """Return times of three stages: lags of activations to stages 1 and 2, of gradients to 1 and 0."""
+    first_s, second_s, third_s, last_s = lags_s
+    return FittedTimes(
+        {(0, 1): first_s, (1, 2): second_s},
+        {(2, 1): third_s, (1, 0): last_s},
+        {LOAD: load_s},
+        transfers=transfers,
+    )
+
+
 def test_emulated_time_by_hand() -> None:
     """Load 1, forward 2, activations 0.5, forward 3 and backward 3, gradients 0.25, backward 2."""
     schedule = with_load(gpipe(2, 1))
@@ -96,12 +122,12 @@ def test_emulated_time_is_that_of_the_replay(transfers: Transfers, pipeline: Pip
 def test_planted_lags_and_fixed_times_are_recovered() -> None:
     """Transfers cross each boundary in both directions equally often, so only the sum of both lags shows in
     the times."""
-    schedule = with_load(one_forward_one_backward(3, 6))
-    planted = FittedTimes({(0, 1): 0.02, (1, 2): 0.05}, {(1, 0): 0.03, (2, 1): 0.01}, {LOAD: 0.4})
-    random = np.random.default_rng(7)
-    plans = [random_times_s(schedule, random) for _ in range(24)]
-    iterations = [MeasuredIteration(t, emulated_iteration_time_s(schedule, t, planted)) for t in plans]
+    schedule, iterations = planted_iterations(PLANTED, 7, 24)
     fitted = fit_times(schedule, iterations[:12])
+    assert fitted.explains
+    assert fitted.error < 1e-3
+    assert len(fitted.residuals) == 12
+    assert max(map(abs, fitted.residuals)) < 1e-4
     assert fitted.fixed_times_s[LOAD] == pytest.approx(0.4, abs=1e-4)
     for boundary, both_s in (((0, 1), 0.05), ((1, 2), 0.06)):
         sum_s = fitted.activation_lags_s[boundary] + fitted.gradient_lags_s[boundary[::-1]]
@@ -109,18 +135,6 @@ def test_planted_lags_and_fixed_times_are_recovered() -> None:
     for iteration in iterations[12:]:
         emulated_s = emulated_iteration_time_s(schedule, iteration.times_s, fitted)
         assert emulated_s == pytest.approx(iteration.iteration_time_s, rel=1e-5)
-
-
-LAGS_S = st.floats(0.0, 0.4)
-
-
-def planted_iterations(
-    planted: FittedTimes, seed: int, count: int
-) -> tuple[Schedule, list[MeasuredIteration]]:
-    """Iterations of three stages without any noise."""
-    schedule, random = with_load(one_forward_one_backward(3, 6)), np.random.default_rng(seed)
-    plans = [random_times_s(schedule, random) for _ in range(count)]
-    return schedule, [MeasuredIteration(t, emulated_iteration_time_s(schedule, t, planted)) for t in plans]
 
 
 @pytest.mark.slow("each example is some dozen searches for lags")
@@ -132,9 +146,7 @@ def test_observed_overlapping_transfers_are_matched(
 
     Of 600 drawn at random 596 are matched to 0.02 %, as near as the prior lets, and the others to 0.1 %.
     """
-    activations_s = {(0, 1): lags_s[0], (1, 2): lags_s[1]}
-    planted = FittedTimes(activations_s, {(2, 1): lags_s[2], (1, 0): lags_s[3]}, {LOAD: load_s})
-    schedule, iterations = planted_iterations(planted, seed, 16)
+    schedule, iterations = planted_iterations(planted_times(lags_s, load_s), seed, 16)
     measured_s = [one.iteration_time_s for one in iterations]
     model = IterationModel(schedule, [one.times_s for one in iterations], measured_s, Transfers.OVERLAPPING)
     assert model.coarse_to_fine()[-1].loss <= 16 * 2e-3**2
@@ -153,13 +165,8 @@ def test_transfers_are_usually_recovered(transfers: Transfers, seen_count: int) 
     """
     errors = []
     for seed in range(5):
-        first_s, second_s, third_s, last_s = np.random.default_rng(seed).uniform(0.0, 0.4, 4).tolist()
-        planted = FittedTimes(
-            {(0, 1): first_s, (1, 2): second_s},
-            {(2, 1): third_s, (1, 0): last_s},
-            {LOAD: 0.3},
-            transfers=transfers,
-        )
+        lags_s = np.random.default_rng(seed).uniform(0.0, 0.4, 4).tolist()
+        planted = planted_times(lags_s, transfers=transfers)
         schedule, iterations = planted_iterations(planted, seed, seen_count + 8)
         fitted = fit_times(schedule, iterations[:seen_count])
         shares = [
@@ -179,10 +186,7 @@ def test_no_match_is_worse_than_one_grown_from_no_lags_alone(
     """Finer fits match no worse than coarser ones, nor than those found without other starts."""
     random = np.random.default_rng(seed)
     lags_s = [random.uniform(0.0, 0.4) for _ in range(4)]
-    planted = FittedTimes(
-        {(0, 1): lags_s[0], (1, 2): lags_s[1]}, {(1, 0): lags_s[2], (2, 1): lags_s[3]}, {LOAD: 0.3}
-    )
-    schedule, iterations = planted_iterations(planted, seed, 12)
+    schedule, iterations = planted_iterations(planted_times(lags_s), seed, 12)
     measured_s = [one.iteration_time_s * math.exp(random.normal(0.0, noise)) for one in iterations]
     model = IterationModel(schedule, [one.times_s for one in iterations], measured_s, transfers)
     found = [estimate.loss for estimate in model.coarse_to_fine()]
@@ -224,11 +228,7 @@ def test_fits_do_not_depend_on_the_numbering_of_stages(
 
 def test_matches_of_overlapping_transfers_are_not_taken_for_occupying() -> None:
     """One stage waits for no other: any kind of transfers explains it, so the simplest is chosen."""
-    schedule = with_load(gpipe(1, 4))
-    random = np.random.default_rng(7)
-    plans = [random_times_s(schedule, random) for _ in range(8)]
-    planted = FittedTimes({}, {}, {LOAD: 0.3})
-    iterations = [MeasuredIteration(t, emulated_iteration_time_s(schedule, t, planted)) for t in plans]
+    schedule, iterations = planted_iterations(FittedTimes({}, {}, {LOAD: 0.3}), 7, 8, with_load(gpipe(1, 4)))
     fitted = fit_times(schedule, iterations)
     assert fitted.transfers is Transfers.OVERLAPPING
     assert fitted.fixed_times_s[LOAD] == pytest.approx(0.3, abs=1e-4)
@@ -263,25 +263,38 @@ def test_non_negative_solutions_are_optimal(seed: int, count: int) -> None:
     assert np.abs(gains[solution > 0]).max(initial=0.0) <= 1e-8
 
 
-def test_impossible_measurements_are_refused() -> None:
-    schedule = with_load(gpipe(1, 1))
-    _, forward, backward = schedule.orders[0]
-    times_s = {forward: 1.0, backward: 1.0}
-    with pytest.raises(SolverError, match="iterations: expected at least one, found none"):
-        fit_times(schedule, [])
-    for time_s in (0.0, math.nan, math.inf):
-        with pytest.raises(SolverError, match="iteration 1: expected a positive, finite iteration_time_s"):
-            fit_times(schedule, [MeasuredIteration(times_s, 3.0), MeasuredIteration(times_s, time_s)])
-    with pytest.raises(SolverError, match=r"at most 1e\+06, found 10000000"):
-        fit_times(schedule, [MeasuredIteration(times_s, 1e7)])
-    with pytest.raises(SolverError, match=r"computations of at most 4e\+06 s together, found 5e\+06 s"):
-        fit_times(schedule, [MeasuredIteration({forward: 2e6, backward: 3e6}, 3.0)])
-    with pytest.raises(SolverError, match=r"stage 0 backward of microbatch 0: .* found none"):
-        fit_times(schedule, [MeasuredIteration({forward: 1.0}, 3.0)])
-    with pytest.raises(SolverError, match=r"stage 0 forward of microbatch 0: .* found -1"):
-        fit_times(schedule, [MeasuredIteration({forward: -1.0, backward: 1.0}, 3.0)])
+SMALL = with_load(gpipe(1, 1))
+_, FORWARD, BACKWARD = SMALL.orders[0]
+TIMES_S = {FORWARD: 1.0, BACKWARD: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("iterations", "message"),
+    [
+        ([], "iterations: expected at least one, found none"),
+        *(
+            ([(TIMES_S, 3.0), (TIMES_S, time_s)], "iteration 1: expected a positive, finite iteration_time_s")
+            for time_s in (0.0, math.nan, math.inf)
+        ),
+        ([(TIMES_S, 1e7)], r"at most 1e\+06, found 10000000"),
+        (
+            [({FORWARD: 2e6, BACKWARD: 3e6}, 3.0)],
+            r"computations of at most 4e\+06 s together, found 5e\+06 s",
+        ),
+        ([({FORWARD: 1.0}, 3.0)], "stage 0 backward of microbatch 0: .* found none"),
+        ([({FORWARD: -1.0, BACKWARD: 1.0}, 3.0)], "stage 0 forward of microbatch 0: .* found -1"),
+    ],
+)
+def test_impossible_measurements_are_refused(
+    iterations: list[tuple[dict[Computation, float], float]], message: str
+) -> None:
+    with pytest.raises(SolverError, match=message):
+        fit_times(SMALL, [MeasuredIteration(*each) for each in iterations])
+
+
+def test_a_fixed_time_that_is_not_known_is_refused() -> None:
     with pytest.raises(SolverError, match=r"stage 0 fixed of microbatch 0: .* found none"):
-        emulated_iteration_time_s(schedule, times_s, FittedTimes({}, {}, {}))
+        emulated_iteration_time_s(SMALL, TIMES_S, FittedTimes({}, {}, {}))
 
 
 def measured_iterations(run: str) -> tuple[Schedule, list[MeasuredIteration]]:
@@ -321,30 +334,14 @@ def test_measured_iterations_are_matched(run: str, mean_error: float, worst_erro
     assert max(errors) <= worst_error
 
 
-def test_a_fit_reports_its_error() -> None:
-    schedule = with_load(one_forward_one_backward(3, 6))
-    planted = FittedTimes({(0, 1): 0.02, (1, 2): 0.05}, {(1, 0): 0.03, (2, 1): 0.01}, {LOAD: 0.4})
-    random = np.random.default_rng(7)
-    plans = [random_times_s(schedule, random) for _ in range(12)]
-    iterations = [MeasuredIteration(t, emulated_iteration_time_s(schedule, t, planted)) for t in plans]
-    fitted = fit_times(schedule, iterations)
-    assert fitted.explains
-    assert fitted.error < 1e-3
-    assert len(fitted.residuals) == 12
-    assert max(map(abs, fitted.residuals)) < 1e-4
-
-
 def test_lags_without_predictive_value_are_left_out() -> None:
     """Iteration times are random: lags that match some of them would mean nothing."""
-    schedule = with_load(one_forward_one_backward(3, 6))
-    random = np.random.default_rng(7)
-    plans = [random_times_s(schedule, random) for _ in range(12)]
-    nothing = FittedTimes({}, {}, {LOAD: 0.0})
-    iterations = [
-        MeasuredIteration(t, emulated_iteration_time_s(schedule, t, nothing) * random.uniform(1.2, 1.8))
-        for t in plans
-    ]
-    fitted = fit_times(schedule, iterations)
+    schedule, exact = planted_iterations(FittedTimes({}, {}, {LOAD: 0.0}), 7, 12)
+    random = np.random.default_rng(8)
+    fitted = fit_times(
+        schedule,
+        [replace(each, iteration_time_s=each.iteration_time_s * random.uniform(1.2, 1.8)) for each in exact],
+    )
     assert not fitted.explains
     assert fitted.error > 0.05
     assert set(fitted.activation_lags_s.values()) == {0.0}

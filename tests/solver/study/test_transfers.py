@@ -26,7 +26,7 @@ from perseus.solver.study import (
     with_occupying_transfers,
 )
 from perseus.solver.study.transfers import lagged_arcs
-from tests.solver.pipelines import pipelines, replayed_iteration_time_s, small_pipeline
+from tests.solver.pipelines import pipeline_of, pipelines, replayed_iteration_time_s, small_pipeline
 
 LAGS = FittedTimes({(0, 1): 0.5}, {(1, 0): 0.25}, {})
 
@@ -88,16 +88,8 @@ def test_schedules_that_would_deadlock_are_refused_and_fitted_without() -> None:
         ScheduleError, match="with transfers that occupy their stages the orders deadlock: stage"
     ):
         lagged_arcs(schedule, Transfers.OCCUPYING)
-    template = small_pipeline()
-    profiles = {
-        (stage, chunk, kind): template.profiles[0, 0, kind]
-        for stage in (0, 1)
-        for chunk in (0, 1)
-        for kind in (Kind.FORWARD, Kind.BACKWARD)
-    }
-    pipeline = replace(template, schedule=schedule, profiles=profiles)
     with pytest.raises(ScheduleError, match="with transfers that occupy their stages"):
-        with_occupying_transfers(pipeline)
+        with_occupying_transfers(pipeline_of(schedule))
     times_s = dict.fromkeys(schedule.computations, 1.0)
     fitted = fit_times(schedule, [MeasuredIteration(times_s, 12.0)])
     assert fitted.transfers is Transfers.OVERLAPPING

@@ -3,7 +3,9 @@
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
+from perseus.agent.link.computation import Kind
 from perseus.agent.link.packets import MAX_PACKET_BYTES, Message, Packing, Reply, decode, decode_all, encode
 from perseus.agent.probe.client import Probe
 
@@ -53,5 +55,14 @@ class AgentStub:
         self._listener.close()
 
 
-def connect(path: Path, stage: int = 0) -> Probe:
-    return Probe.connect(path, job_id="job", pipeline=0, stage=stage, gpu_uuid="GPU-1", timeout_s=5)
+def connect(path: Path, stage: int = 0, **more: Any) -> Probe:
+    """Return the probe of a rank; `more`: arguments that differ from a usual rank's."""
+    rank = {"job_id": "job", "pipeline": 0, "stage": stage, "gpu_uuid": "GPU-1", "timeout_s": 5, **more}
+    return Probe.connect(path, **rank)  # type: ignore[arg-type]
+
+
+def iterate(probe: Probe, count: int = 1) -> None:
+    """Mark iterations of one computation."""
+    for _ in range(count):
+        with probe.iteration(), probe.computation(Kind.FORWARD, 0):
+            pass

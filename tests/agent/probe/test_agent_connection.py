@@ -27,19 +27,16 @@ from perseus.agent.link.packets import (
     encode,
 )
 from perseus.agent.probe import agent_connection
-from perseus.agent.probe.client import Probe
 from perseus.agent.probe.job_spec import NamedSchedule
 from perseus.agent.probe.rejoin import PERIOD_NS
-from tests.agent.probe.agent_stub import AgentStub, connect
+from tests.agent.probe.agent_stub import AgentStub, connect, iterate
 
 
 def test_an_agent_that_dies_is_noticed_once(agent: AgentStub, caplog: pytest.LogCaptureFixture) -> None:
     probe = connect(agent.path)
     agent.answered()
     agent.connection.close()
-    for _ in range(3):
-        with probe.iteration(), probe.computation(Kind.FORWARD, 0):
-            pass
+    iterate(probe, 3)
     probe.finish()
     probe.close()
     assert not probe.is_connected
@@ -56,7 +53,7 @@ def test_marks_are_packed_only_while_the_agent_allows_it(
     assert isinstance(hello, Hello)
     assert hello.packs_marks
 
-    def iterate(count: int) -> int:
+    def packets(count: int) -> int:
         """Return the number of packets of an iteration of some computations."""
         probe.begin_iteration()
         for microbatch in range(count):
@@ -75,12 +72,12 @@ def test_marks_are_packed_only_while_the_agent_allows_it(
         assert times_ns == sorted(times_ns)
         return agent.packet_count - before
 
-    assert iterate(3) == 14
+    assert packets(3) == 14
     agent.allow_packing(True)
-    assert iterate(3) == 2, "the begin, and everything else with the end"
-    assert iterate(20) == 3, "at most 64 marks a packet"
+    assert packets(3) == 2, "the begin, and everything else with the end"
+    assert packets(20) == 3, "at most 64 marks a packet"
     agent.allow_packing(False)
-    assert iterate(3) == 14
+    assert packets(3) == 14
     assert probe.dropped_mark_count == 0
     probe.close()
 
@@ -94,8 +91,7 @@ def test_packed_marks_that_find_no_room_are_counted_one_by_one(
     agent.allow_packing(True)
     sent_count = 0
     while not probe.dropped_mark_count:
-        with probe.iteration(), probe.computation(Kind.FORWARD, 0):
-            pass
+        iterate(probe)
         sent_count += 4
     received_count = len(agent.marks())
     assert sent_count == received_count + probe.dropped_mark_count
@@ -154,8 +150,7 @@ def test_a_forked_child_closes_the_connection_and_sends_nothing(agent: AgentStub
 def test_without_an_agent_nothing_happens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     probe = connect(tmp_path / "nothing.sock")
     assert not probe.register(pipeline_count=2, stage_count=4, schedule=NamedSchedule("1f1b", 8))
-    with probe.iteration(), probe.computation(Kind.FORWARD, 0):
-        pass
+    iterate(probe)
     probe.finish()
     probe.close()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -169,11 +164,6 @@ class Now:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ns = 0
         monkeypatch.setattr("perseus.agent.probe.agent_connection.monotonic_ns", lambda: self.ns)
-
-
-def iterate(probe: Probe) -> None:
-    with probe.iteration(), probe.computation(Kind.FORWARD, 0):
-        pass
 
 
 def test_an_agent_that_starts_later_is_joined_and_receives_the_job(
@@ -238,14 +228,20 @@ def test_a_restarted_agent_is_joined_again(
     assert caplog.text.count("lost the agent") == 1
 
 
+def silent(path: Path) -> socket.socket:
+    """Return a socket that listens, and never answers."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(path))
+    listener.listen()
+    return listener
+
+
 def test_training_does_not_wait_for_an_agent_that_does_not_reply(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = Now(monkeypatch)
     probe = connect(tmp_path / "agent.sock")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(tmp_path / "agent.sock"))
-    listener.listen()
+    listener = silent(tmp_path / "agent.sock")
     for _ in range(3):
         now.ns += PERIOD_NS
         iterate(probe)
@@ -282,12 +278,8 @@ def test_a_refused_or_foreign_hello_leaves_training_at_stock(
 def test_the_wait_for_an_agent_that_does_not_answer_is_bounded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(tmp_path / "agent.sock"))
-    listener.listen()
-    probe = Probe.connect(
-        tmp_path / "agent.sock", job_id="job", pipeline=0, stage=0, gpu_uuid="GPU-1", timeout_s=0.05
-    )
+    listener = silent(tmp_path / "agent.sock")
+    probe = connect(tmp_path / "agent.sock", timeout_s=0.05)
     assert not probe.is_connected
     assert "timed out" in caplog.text
     listener.close()

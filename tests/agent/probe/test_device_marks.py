@@ -43,6 +43,7 @@ class Device:
     is_capture_on: bool = False
     spoilt_count: int = 0
     relaxed_threads: set[int] = field(default_factory=set)
+    failing: str = ""
 
     def is_capturing(self) -> bool:
         return self.is_captured
@@ -57,6 +58,8 @@ class Device:
         self.recorded_count += 1
 
     def enter_helper(self) -> None:
+        if self.failing == "enter_helper":
+            raise RuntimeError("enter_helper fails")
         self.relaxed_threads.add(threading.get_ident())
 
     def monotonic_ns(self) -> int:
@@ -69,6 +72,8 @@ class Event:
     at_ms: float = math.inf
 
     def query(self) -> bool:
+        if self.device.failing == "query":
+            raise RuntimeError("query fails")
         if self.device.is_capture_on and threading.get_ident() not in self.device.relaxed_threads:
             self.device.spoilt_count += 1
             raise SpoiltError("operation not permitted when any thread captures")
@@ -95,29 +100,25 @@ class ProbeStub(Probe):
     def is_connected(self) -> bool:
         return self.has_agent
 
-    def begin_iteration(self, time_ns: int | None = None, *, relative_work: float | None = None) -> None:
+    def begin_iteration(self, time_ns: int | None = None, **_: Any) -> None:
         self.begun_count += 1
         if self.has_agent:
             self.marks.append(("begin iteration", time_ns))
 
-    def end_iteration(self, time_ns: int | None = None) -> None:
-        self.marks.append(("end iteration", time_ns))
+    def end_iteration(self, *time_ns: Any, **_: Any) -> None:
+        self.marks.append(("end iteration", *time_ns))
 
-    def begin_computation(
-        self, kind: Kind, microbatch: int, chunk: int = 0, time_ns: int | None = None
-    ) -> None:
-        self.marks.append(("begin", kind, microbatch, chunk, time_ns))
+    def begin_computation(self, *mark: Any, **_: Any) -> None:
+        self.marks.append(("begin", *mark))
 
-    def end_computation(
-        self, kind: Kind, microbatch: int, chunk: int = 0, time_ns: int | None = None
-    ) -> None:
-        self.marks.append(("end", kind, microbatch, chunk, time_ns))
+    def end_computation(self, *mark: Any, **_: Any) -> None:
+        self.marks.append(("end", *mark))
 
-    def begin_wait(self, time_ns: int | None = None) -> None:
-        self.marks.append(("begin wait", time_ns))
+    def begin_wait(self, *time_ns: Any, **_: Any) -> None:
+        self.marks.append(("begin wait", *time_ns))
 
-    def end_wait(self, time_ns: int | None = None) -> None:
-        self.marks.append(("end wait", time_ns))
+    def end_wait(self, *time_ns: Any, **_: Any) -> None:
+        self.marks.append(("end wait", *time_ns))
 
     def register(self, **arguments: Any) -> bool:
         self.marks.append(("register", arguments["stage_count"]))
@@ -134,6 +135,15 @@ class ProbeStub(Probe):
         self.marks.append(("close",))
 
 
+def bench(
+    times_ms: Sequence[float], *, is_connected: bool = True, has_helper: bool = False, **more: Any
+) -> tuple[Device, ProbeStub, DeviceMarks]:
+    """Return a device, a probe, and marks from the one to the other; `more`: of the device."""
+    device, probe = Device(times_ms, **more), ProbeStub(is_connected=is_connected)
+    marks = DeviceMarks(probe, device, has_helper=has_helper, monotonic_ns=device.monotonic_ns)
+    return device, probe, marks
+
+
 def launch_iteration(marks: DeviceMarks) -> None:
     marks.begin_iteration()
     marks.begin_computation(Kind.FORWARD, 3, 1)
@@ -142,8 +152,7 @@ def launch_iteration(marks: DeviceMarks) -> None:
 
 
 def test_waits_are_marked_at_the_device_s_times() -> None:
-    device, probe = Device([100.0, 110.0, 120.0, 130.0, 150.0, 160.0]), ProbeStub()
-    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    device, probe, marks = bench([100.0, 110.0, 120.0, 130.0, 150.0, 160.0])
     marks.begin_iteration()
     marks.begin_computation(Kind.FORWARD, 0, 0)
     marks.begin_wait()
@@ -158,8 +167,7 @@ def test_waits_are_marked_at_the_device_s_times() -> None:
 
 
 def test_marks_have_device_times_not_host_times() -> None:
-    device, probe = Device([100.0, 110.0, 130.5, 140.0, 150.0, 151.0, 152.0, 153.0]), ProbeStub()
-    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    device, probe, marks = bench([100.0, 110.0, 130.5, 140.0, 150.0, 151.0, 152.0, 153.0])
     launch_iteration(marks)
     launch_iteration(marks)  # the host runs ahead
     marks.poll()
@@ -192,8 +200,7 @@ def test_every_mark_is_sent_once_in_order_and_durations_are_exact_but_for_catchi
     gaps_ms: list[float], looks_ms: list[float]
 ) -> None:
     times_ms = [sum(gaps_ms[: index + 1]) for index in range(len(gaps_ms))]
-    device, probe = Device(times_ms), ProbeStub()
-    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    device, probe, marks = bench(times_ms)
     for _ in range(4):
         launch_iteration(marks)
     for step_ms in [*looks_ms, 1000.0]:
@@ -211,8 +218,7 @@ def test_every_mark_is_sent_once_in_order_and_durations_are_exact_but_for_catchi
 
 
 def test_the_helper_sends_marks_and_finishing_waits_for_the_device() -> None:
-    device, probe = Device([0.0, 1.0, 2.0, 3.0]), ProbeStub()
-    marks = DeviceMarks(probe, device, monotonic_ns=device.monotonic_ns)
+    device, probe, marks = bench([0.0, 1.0, 2.0, 3.0], has_helper=True)
     launch_iteration(marks)
     marks.register(
         pipeline_count=1,
@@ -238,47 +244,29 @@ def test_the_helper_sends_marks_and_finishing_waits_for_the_device() -> None:
 
 
 def test_the_wait_for_a_stuck_device_is_bounded() -> None:
-    device, probe = Device([0.0, 1e9, 1e9, 1e9]), ProbeStub()
-    marks = DeviceMarks(probe, device, monotonic_ns=device.monotonic_ns)
+    _device, probe, marks = bench([0.0, 1e9, 1e9, 1e9], has_helper=True)
     launch_iteration(marks)
     marks.finish()  # without a bound it would never return
     assert probe.marks[-1] == ("finish",)
 
 
-def test_a_device_that_fails_ends_the_marks_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(Device):
-        def make_event(self) -> Event:
-            return BrokenEvent(self)
-
-    class BrokenEvent(Event):
-        def query(self) -> bool:
-            raise RuntimeError("an illegal memory access was encountered")
-
-    device, probe = Broken([0.0] * 8), ProbeStub()
-    marks = DeviceMarks(probe, device)
+@pytest.mark.parametrize("failing", ["query", "enter_helper"])
+def test_a_device_that_fails_ends_the_marks_and_nothing_else(
+    failing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device error, or a driver with which the helper might spoil captures."""
+    device, probe, marks = bench([0.0] * 8, has_helper=True, failing=failing)
     launch_iteration(marks)
     until(lambda: bool(probe.marks))
     assert probe.marks == [("close",)], "the agent brings the GPU back to stock"
+    recorded_count = device.recorded_count
     launch_iteration(marks)
     marks.finish()
-    assert device.recorded_count == 4
+    assert device.recorded_count == recorded_count
     (warning,) = caplog.records
     assert warning.levelno == logging.WARNING
-    assert "illegal memory access" in warning.getMessage()
-
-
-def test_a_helper_that_might_spoil_captures_does_not_run(caplog: pytest.LogCaptureFixture) -> None:
-    class WithoutDriver(Device):
-        def enter_helper(self) -> None:
-            raise RuntimeError("libcuda.so.1: not found")
-
-    device, probe = WithoutDriver([0.0] * 4), ProbeStub()
-    marks = DeviceMarks(probe, device)
-    launch_iteration(marks)
-    until(lambda: bool(probe.marks))
+    assert f"{failing} fails" in warning.getMessage()
     marks.close()
-    assert probe.marks == [("close",), ("close",)]
-    assert "libcuda.so.1: not found" in caplog.text
 
 
 def test_the_helper_may_close_the_marks_itself() -> None:
@@ -292,13 +280,12 @@ def test_the_helper_may_close_the_marks_itself() -> None:
     marks = DeviceMarks(probe, Collecting([0.0] * 4))
     marks.report_unmarked("in eval()")
     launch_iteration(marks)
-    until(lambda: not marks._helper.is_alive())
+    until(lambda: all(each.name != "perseus-marks" for each in threading.enumerate()))
     assert probe.marks == [("unmarked", "in eval()"), ("close",)]
 
 
 def test_captures_by_other_code_are_not_spoilt() -> None:
-    device, probe = Device([0.0, 1.0, 2.0, 3.0], now_ms=1.0, is_capture_on=True), ProbeStub()
-    marks = DeviceMarks(probe, device, monotonic_ns=device.monotonic_ns)
+    device, probe, marks = bench([0.0, 1.0, 2.0, 3.0], now_ms=1.0, is_capture_on=True, has_helper=True)
     launch_iteration(marks)
     until(lambda: bool(probe.marks))
     device.now_ms = 10.0
@@ -309,8 +296,7 @@ def test_captures_by_other_code_are_not_spoilt() -> None:
 
 
 def test_an_iteration_that_is_captured_whole_is_not_recorded() -> None:
-    device, probe = Device([]), ProbeStub()
-    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    device, _probe, marks = bench([])
     device.is_captured = True
     with pytest.raises(UnmarkableError, match="captured whole in a CUDA graph"):
         marks.begin_iteration()
@@ -322,8 +308,7 @@ def test_an_iteration_that_is_captured_whole_is_not_recorded() -> None:
 def test_captured_computations_are_left_out_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    device, probe = Device([float(time_ms) for time_ms in range(8)]), ProbeStub()
-    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    device, probe, marks = bench([float(time_ms) for time_ms in range(8)])
     for _ in range(2):
         marks.begin_iteration()
         device.is_captured = True
@@ -341,8 +326,7 @@ def test_captured_computations_are_left_out_and_logged_once(
 
 def test_a_late_poll_of_an_anchor_does_not_shift_its_iteration() -> None:
     """The training thread holds Python's lock for 5 ms when the second iteration begins."""
-    device, probe = Device([10.0, 11.0, 12.0, 13.0, 20.0, 21.0, 30.0, 31.0]), ProbeStub()
-    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    device, probe, marks = bench([10.0, 11.0, 12.0, 13.0, 20.0, 21.0, 30.0, 31.0])
     launch_iteration(marks)
     launch_iteration(marks)
     for now_ms in (10.8, 11.3, 12.02, 13.9, 26.0, 35.0):
@@ -360,10 +344,10 @@ def test_a_late_poll_of_an_anchor_does_not_shift_its_iteration() -> None:
 )
 def test_lateness_is_that_of_the_promptest_polls(late_ms: list[float], drift: float) -> None:
     late_ms[3] = 0.05
-    device = Device([10.0 * index for index in range(40)])
-    device.monotonic_ns = lambda: round(1e6 * device.now_ms * (1 + drift))  # type: ignore[method-assign]
-    probe = ProbeStub()
-    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    device, probe = Device([10.0 * index for index in range(40)]), ProbeStub()
+    marks = DeviceMarks(
+        probe, device, has_helper=False, monotonic_ns=lambda: round(1e6 * device.now_ms * (1 + drift))
+    )
     for _ in range(10):
         launch_iteration(marks)
     for index, late in enumerate(late_ms):
@@ -378,8 +362,7 @@ def test_lateness_is_that_of_the_promptest_polls(late_ms: list[float], drift: fl
 def test_a_late_first_poll_wears_off_though_the_device_never_pauses() -> None:
     """Iterations of 40 ms follow each other without a gap; only the first poll is late, by 6 ms."""
     times_ms = [40.0 * number + after for number in range(200) for after in (0.0, 10.0, 30.0, 40.0)]
-    device, probe = Device(times_ms), ProbeStub()
-    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    device, probe, marks = bench(times_ms)
     for _ in range(200):
         launch_iteration(marks)
     for now_ms in (6.0, *(each + 0.05 for each in times_ms[1:]), 8100.0):
@@ -395,8 +378,7 @@ def test_a_late_first_poll_wears_off_though_the_device_never_pauses() -> None:
 
 
 def test_no_anchor_is_before_it_was_recorded_nor_before_the_mark_that_precedes_it() -> None:
-    device, probe = Device([1.0, 2.0, 2.0, 2.0, 50.0, 51.0, 52.0, 53.0]), ProbeStub()
-    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    device, probe, marks = bench([1.0, 2.0, 2.0, 2.0, 50.0, 51.0, 52.0, 53.0])
     launch_iteration(marks)
     device.now_ms = 2.0
     marks.poll()
@@ -412,8 +394,7 @@ def test_no_anchor_is_before_it_was_recorded_nor_before_the_mark_that_precedes_i
 
 
 def test_events_are_reused() -> None:
-    device, probe = Device([0.01 * index for index in range(40_000)]), ProbeStub()
-    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    device, probe, marks = bench([0.01 * index for index in range(40_000)])
     for iteration in range(1000):
         launch_iteration(marks)
         device.now_ms = 0.04 * iteration - 1.0  # the host runs ahead by 100 events
@@ -425,8 +406,7 @@ def test_events_are_reused() -> None:
 
 
 def test_without_an_agent_nothing_is_recorded_and_no_thread_runs() -> None:
-    device, probe = Device([]), ProbeStub(is_connected=False)
-    marks = DeviceMarks(probe, device, monotonic_ns=device.monotonic_ns)
+    device, probe, marks = bench([], is_connected=False, has_helper=True)
     threads_before = threading.active_count()
     for _ in range(3):
         launch_iteration(marks)
@@ -437,8 +417,7 @@ def test_without_an_agent_nothing_is_recorded_and_no_thread_runs() -> None:
 
 
 def test_an_agent_that_starts_later_gets_marks_and_a_lost_one_none() -> None:
-    device, probe = Device([float(time_ms) for time_ms in range(16)]), ProbeStub(is_connected=False)
-    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    device, probe, marks = bench([float(time_ms) for time_ms in range(16)], is_connected=False)
     launch_iteration(marks)
     probe.has_agent = True
     launch_iteration(marks)

@@ -1,5 +1,7 @@
 """Job specifications, as in the contract."""
 
+from typing import Any
+
 import pytest
 from google.protobuf import json_format
 
@@ -8,38 +10,28 @@ from perseus.schedule_name import ScheduleName
 from perseus.v1 import computation_pb2, job_pb2
 
 
-def test_other_work_has_another_fingerprint() -> None:
-    def spec(microbatch_count: int, *stage_work: str) -> dict[str, object]:
-        return job_spec(
-            "job",
-            pipeline_count=1,
-            stage_count=2,
-            tensor_count=1,
-            schedule=NamedSchedule("1f1b", microbatch_count),
-            max_slowdown_percent=0,
-            stage_work=stage_work,
-        )
+def spec(schedule: NamedSchedule | None = None, **more: Any) -> dict[str, object]:
+    counts = {"pipeline_count": 1, "stage_count": 2, "tensor_count": 1, "max_slowdown_percent": 0}
+    return job_spec("job", schedule=schedule or NamedSchedule("1f1b", 4), **{**counts, **more})
 
-    specs = [spec(4), spec(6), spec(4, "12 layers", "10 layers"), spec(4, "11 layers", "11 layers")]
+
+def test_other_work_has_another_fingerprint() -> None:
+    specs = [
+        spec(),
+        spec(NamedSchedule("1f1b", 6)),
+        spec(stage_work=["12 layers", "10 layers"]),
+        spec(stage_work=["11 layers", "11 layers"]),
+    ]
     assert len({spec_fingerprint(some) for some in specs}) == 4
-    assert spec_fingerprint(spec(4)) == spec_fingerprint(specs[0])
+    assert spec_fingerprint(spec()) == spec_fingerprint(specs[0])
     message = json_format.ParseDict(specs[2], job_pb2.JobSpec())
     assert [work.fingerprint for work in message.stage_work] == ["12 layers", "10 layers"]
 
 
 @pytest.mark.parametrize("works", [(), ("one", "another")])
 def test_layers_stand_beside_the_work(works: tuple[str, ...]) -> None:
-    spec = job_spec(
-        "job",
-        pipeline_count=1,
-        stage_count=2,
-        tensor_count=1,
-        schedule=NamedSchedule("1f1b", 4),
-        max_slowdown_percent=0,
-        stage_work=works,
-        stage_layers=[(12,), [11]],
-    )
-    message = json_format.ParseDict(spec, job_pb2.JobSpec())
+    declared = spec(stage_work=works, stage_layers=[(12,), [11]])
+    message = json_format.ParseDict(declared, job_pb2.JobSpec())
     assert [work.fingerprint for work in message.stage_work] == [*(works or ("", ""))]
     assert [[*work.layer_counts] for work in message.stage_work] == [[12], [11]]
 
@@ -47,28 +39,13 @@ def test_layers_stand_beside_the_work(works: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("layers", [[(12,)], [(12,), (0,)]])
 def test_impossible_layers_are_refused(layers: list[tuple[int, ...]]) -> None:
     with pytest.raises(ValueError, match="stage_layers: expected"):
-        job_spec(
-            "job",
-            pipeline_count=1,
-            stage_count=2,
-            tensor_count=1,
-            schedule=NamedSchedule("1f1b", 4),
-            max_slowdown_percent=0,
-            stage_layers=layers,
-        )
+        spec(stage_layers=layers)
 
 
 @pytest.mark.parametrize("name", ScheduleName)
 def test_a_named_schedule_is_one_of_the_contract(name: ScheduleName) -> None:
-    spec = job_spec(
-        "job",
-        pipeline_count=1,
-        stage_count=4,
-        tensor_count=1,
-        schedule=NamedSchedule(str(name), 8, chunk_count=2),
-        max_slowdown_percent=0,
-    )
-    message = json_format.ParseDict(spec, job_pb2.JobSpec())
+    declared = spec(NamedSchedule(str(name), 8, chunk_count=2))
+    message = json_format.ParseDict(declared, job_pb2.JobSpec())
     named = message.schedule.named
     assert computation_pb2.ScheduleName.Name(named.name) == f"SCHEDULE_NAME_{name.name}"
     assert (named.microbatch_count, named.chunk_count) == (8, 2)

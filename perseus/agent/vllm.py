@@ -43,7 +43,7 @@ INSTANCE_VARIABLE = "PERSEUS_INSTANCE"
 _log = logging.getLogger("vllm.perseus")  # vLLM shows only its own loggers
 _INTERVAL_S = 0.25
 _RECONNECT_S = 5.0
-_MAX_STEPS = 4096
+MAX_STEPS = 4096
 """Kept until the thread takes them: 20 s of the shortest steps."""
 _BUCKETS_PER_UNIT = 1 / math.log(LATENCY_RATIO)
 
@@ -52,7 +52,7 @@ class StatLogger(StatLoggerBase):  # type: ignore[misc]
     """Sends the statistics of one engine of this process to the agent of the node."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
-        self._steps: deque[tuple[Any, Any]] = deque(maxlen=_MAX_STEPS)
+        self._steps: deque[tuple[Any, Any]] = deque(maxlen=MAX_STEPS)
         path = os.environ.get(SOCKET_VARIABLE, DEFAULT_SOCKET_PATH)
         hello = EngineHello(os.environ.get(INSTANCE_VARIABLE, ""), engine_index)
         self._sender = _Sender(self._steps, path, hello)
@@ -66,6 +66,14 @@ class StatLogger(StatLoggerBase):  # type: ignore[misc]
     def log_engine_initialized(self) -> None:
         """Begin to send."""
         threading.Thread(target=self._sender.run, name="perseus", daemon=True).start()
+
+    def beat(self, now_s: float) -> None:
+        """Send the steps since the last call, as the thread does four times a second."""
+        self._sender.beat(now_s)
+
+    def close(self) -> None:
+        """End the thread and the connection."""
+        self._sender.close()
 
 
 class _Sender:
@@ -81,9 +89,10 @@ class _Sender:
         self._last_problem = ""
         self._clear(time.monotonic())
 
-    def stop(self) -> None:
-        """End `run`."""
+    def close(self) -> None:
+        """End `run` and the connection."""
         self._stopped.set()
+        self._disconnect(time.monotonic())
 
     def run(self) -> None:
         """Send until stopped, or the process ends."""

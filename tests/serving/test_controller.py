@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -141,15 +142,14 @@ def test_statistics_after_a_gap_are_no_basis_yet() -> None:
     assert driver.controller.clock_mhz == CLOCKS_MHZ[-1]
 
 
-def test_contradiction_means_stock() -> None:
+@pytest.mark.parametrize(
+    "stats",
+    [replace(interval(), kv_usage=3.0), interval(running=0, waiting=1, prompts=0)],
+    ids=["more than all of the cache", "requests wait while none runs"],
+)
+def test_contradictions_mean_stock(stats: EngineStats) -> None:
     driver = controlled()
-    driver.run(INTERVAL_S, replace(interval(), kv_usage=3.0))
-    assert driver.commands[-1][1] == SetStock(StockReason.CONTRADICTION)
-
-
-def test_requests_that_wait_while_none_runs_contradict() -> None:
-    driver = controlled()
-    driver.run(4, interval(running=0, waiting=1, prompts=0))
+    driver.run(4, stats)
     assert driver.commands[-1][1] == SetStock(StockReason.CONTRADICTION)
 
 

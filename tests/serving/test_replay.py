@@ -8,6 +8,7 @@ import pytest
 
 from perseus.serving.controller import MAX_STATS_AGE_S, Controller, StockReason
 from perseus.serving.engine import Engine, Request, StepTable
+from perseus.serving.model import StepModel
 from perseus.serving.replay import (
     INTERVAL_S,
     SET_LATENCY_S,
@@ -33,8 +34,8 @@ def requests(rate: float = 1.0, end_s: float = END_S) -> list[Request]:
     return [Request(float(t), 300, 80) for t in times_s if t < end_s]
 
 
-def controlled() -> Controlled:
-    return Controlled(lambda now_s: Controller(STEPS, LIMITS, OBJECTIVES, now_s))
+def controlled(steps: StepModel = STEPS, refused_s: tuple[float, float] = (0.0, 0.0)) -> Controlled:
+    return Controlled(lambda now_s: Controller(steps, LIMITS, OBJECTIVES, now_s), refused_s=refused_s)
 
 
 def run(policy: Policy, disturbance: Disturbance | None = None) -> ReplayResult:
@@ -78,42 +79,39 @@ def test_a_lower_fixed_clock_takes_longer() -> None:
     assert high.energy_j == run(FixedClock(None)).energy_j
 
 
-def test_lost_statistics_lead_to_stock_within_a_second() -> None:
+@pytest.mark.parametrize(
+    "disturbance",
+    [Disturbance(no_stats_s=(60.0, 80.0)), Disturbance(engine_away_s=(60.0, 70.0))],
+    ids=["no statistics", "the engine restarts"],
+)
+def test_an_engine_that_is_silent_is_at_stock_within_a_second_for_as_long(disturbance: Disturbance) -> None:
     policy = controlled()
-    result = run(policy, Disturbance(no_stats_s=(60.0, 80.0)))
-    (stock_s,) = [time_s for time_s, column in result.clocks if column is None and time_s > 10]
+    result = run(policy, disturbance)
+    stock_s, *_ = [time_s for time_s, column in result.clocks if column is None and time_s > 10]
     assert stock_s - 60.0 <= MAX_STATS_AGE_S
-    assert policy.reasons == [(stock_s, StockReason.NO_STATS)]
+    assert policy.reasons[0] == (stock_s, StockReason.NO_STATS)
     assert result.clocks[-1][1] is not None
-
-
-def test_dead_agent_leads_to_stock_by_its_supervisor() -> None:
-    result = run(controlled(), Disturbance(no_agent_s=(60.0, 80.0), restored_after_s=1.0))
-    at_stock = [time_s for time_s, column in result.clocks if column is None and time_s > 10]
-    assert len(at_stock) == 1
-    assert 61.0 <= at_stock[0] <= 61.0 + INTERVAL_S
-    after = [column for time_s, column in result.clocks if time_s > 80]
-    assert after[0] == len(CLOCKS_MHZ) - 1
-
-
-def test_restarted_engine_leads_to_stock() -> None:
-    policy = controlled()
-    result = run(policy, Disturbance(engine_away_s=(60.0, 70.0)))
-    assert policy.reasons[0][1] is StockReason.NO_STATS
     assert len(result.engine.totals.ttft) >= len(requests())
 
 
 def test_refused_clock_leads_to_stock() -> None:
-    policy = Controlled(lambda now_s: Controller(STEPS, LIMITS, OBJECTIVES, now_s), refused_s=(0.0, 200.0))
+    policy = controlled(refused_s=(0.0, 200.0))
     result = run(policy)
     assert policy.reasons[0][1] is StockReason.CLOCK_REFUSED
     assert {column for _, column in result.clocks} == {None}
 
 
+def test_dead_agent_leads_to_stock_by_its_supervisor() -> None:
+    result = run(controlled(), Disturbance(no_agent_s=(60.0, 80.0), restored_after_s=1.0))
+    (stock_s,) = [time_s for time_s, column in result.clocks if column is None and time_s > 10]
+    assert 61.0 <= stock_s <= 61.0 + INTERVAL_S
+    after = [column for time_s, column in result.clocks if time_s > 80]
+    assert after[0] == len(CLOCKS_MHZ) - 1
+
+
 @pytest.mark.parametrize(("time", "power"), [(1.2, 0.8), (0.8, 1.2)])
 def test_wrong_profile_is_corrected(time: float, power: float) -> None:
-    wrong = STEPS.scaled(1 / time, 1 / power)
-    policy = Controlled(lambda now_s: Controller(wrong, LIMITS, OBJECTIVES, now_s))
+    policy = controlled(steps=STEPS.scaled(1 / time, 1 / power))
     ours = run(policy)
     assert policy.controller.model.time.scale == pytest.approx(time, rel=0.05)
     assert policy.controller.model.power.scale == pytest.approx(power, rel=0.08)

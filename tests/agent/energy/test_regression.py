@@ -1,5 +1,7 @@
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import cycle, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +26,19 @@ SEEDS = range(40)
 LONG = [("forward", 0.050), ("wait", 0.030), ("backward", 0.100), ("wait", 0.030)]
 
 
-def fit(simulation: Simulation) -> PowerFit[str]:
-    result = estimate_power(simulation.changes, simulation.spans, begin_s=0.0, end_s=simulation.end_s)
+def stage_program(stage: int) -> list[tuple[str, float]]:
+    return one_forward_one_backward(stage, stage_count=4, microbatch_count=8)
+
+
+def fit(simulation: Simulation, **more: Any) -> PowerFit[str]:
+    """Return the fit to a simulation; `more`: what differs from all of it."""
+    own = {
+        "changes": simulation.changes,
+        "spans": simulation.spans,
+        "begin_s": 0.0,
+        "end_s": simulation.end_s,
+    }
+    result = estimate_power(**{**own, **more})
     assert isinstance(result, PowerFit)
     return result
 
@@ -46,23 +59,25 @@ def errors(simulations: Iterator[Simulation]) -> tuple[dict[str, list[float]], d
     return relative, standardised
 
 
-def assert_accurate(simulations: Iterator[Simulation]) -> None:
-    relative, standardised = errors(simulations)
+@pytest.mark.parametrize(
+    ("program", "iterations"),
+    [
+        pytest.param(LONG, 70, id="50 and 100 ms, with 30 ms waits"),
+        *(
+            pytest.param(stage_program(stage), iterations, id=f"24 and 48 ms, {iterations} of stage {stage}")
+            for stage in (0, 3)
+            for iterations in (3, 4)
+        ),
+    ],
+)
+def test_powers_are_accurate_and_their_errors_as_stated(
+    program: list[tuple[str, float]], iterations: int
+) -> None:
+    relative, standardised = errors(simulate(program, seed=seed, iterations=iterations) for seed in SEEDS)
     for key, tolerance in (("forward", 0.05), ("backward", 0.05), ("wait", 0.10)):
         assert np.mean(np.abs(relative[key]) <= tolerance) >= 0.95
         assert np.mean(np.abs(standardised[key]) <= 2) >= 0.90
         assert np.abs(np.mean(standardised[key])) <= 0.6  # no bias: 4 standard errors of this mean
-
-
-def test_50_and_100_ms_computations_with_30_ms_waits() -> None:
-    assert_accurate(simulate(LONG, seed=seed, iterations=70) for seed in SEEDS)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("iterations", [3, 4])
-def test_24_and_48_ms_computations_over_a_few_iterations_of_a_pipeline(stage: int, iterations: int) -> None:
-    program = one_forward_one_backward(stage, stage_count=4, microbatch_count=8)
-    assert_accurate(simulate(program, seed=seed, iterations=iterations) for seed in SEEDS)
 
 
 def test_standard_errors_nearly_hold_where_power_varies_from_computation_to_computation() -> None:
@@ -105,7 +120,7 @@ def test_an_iteration_of_whole_counter_periods_gives_honest_answers_or_none(
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_occasional_late_marks_do_little_harm(stage: int) -> None:
-    program = one_forward_one_backward(stage, stage_count=4, microbatch_count=8)
+    program = stage_program(stage)
     dropped_count, errors_of_forward = 0, []
     for seed in SEEDS:
         simulation = simulate(program, seed=seed, iterations=4, late_mark_share=0.01)
@@ -118,7 +133,7 @@ def test_occasional_late_marks_do_little_harm(stage: int) -> None:
 
 @pytest.mark.parametrize("counter_jitter_s", [0.001, 0.030])
 def test_a_counter_without_a_steady_update_period_gives_honest_answers(counter_jitter_s: float) -> None:
-    program = one_forward_one_backward(1, stage_count=4, microbatch_count=8)
+    program = stage_program(1)
     relative, standardised = errors(
         simulate(program, seed=seed, iterations=6, counter_jitter_s=counter_jitter_s) for seed in SEEDS
     )
@@ -157,26 +172,18 @@ def test_without_an_update_period_the_standard_errors_follow_the_poll_interval()
     assert fine.power_w["forward"].standard_error < 0.25 * coarse.power_w["forward"].standard_error
 
 
-def throttle(change: CounterChange) -> CounterChange:
-    """The window before the change drew far too little, for a reason."""
-    return CounterChange(change.time_s, change.energy_j, change.uncertainty_s, ClockEventReason.SW_POWER_CAP)
-
-
-def shifted(change: CounterChange, by_j: float) -> CounterChange:
-    return CounterChange(
-        change.time_s, change.energy_j + by_j, change.uncertainty_s, change.clock_event_reasons
-    )
-
-
 def test_throttled_windows_are_dropped_and_counted() -> None:
     simulation = simulate(LONG, seed=2, iterations=70)
-    bad = range(40, 60)
+    bad = range(40, 60)  # drew far too little, for a reason
     changes = [
-        shifted(throttle(change) if index in bad else change, -10.0 * sum(1 for b in bad if b <= index))
+        replace(
+            change,
+            energy_j=change.energy_j - 10.0 * sum(each <= index for each in bad),
+            clock_event_reasons=ClockEventReason.SW_POWER_CAP if index in bad else 0,
+        )
         for index, change in enumerate(simulation.changes)
     ]
-    result = estimate_power(changes, simulation.spans, begin_s=0.0, end_s=simulation.end_s)
-    assert isinstance(result, PowerFit)
+    result = fit(simulation, changes=changes)
     assert result.dropped_window_count == len(bad)
     assert result.window_count == len(changes) - 1 - len(bad)
     assert result.power_w["forward"].value == pytest.approx(POWER_W["forward"], rel=0.05)
@@ -189,8 +196,7 @@ def test_windows_with_lost_marks_are_dropped_and_counted() -> None:
     unknown = [(lost[0].begin_s, lost[-1].end_s)]
     kept = [span for span in simulation.spans if span not in lost]
     whole = fit(simulation)
-    result = estimate_power(simulation.changes, kept, begin_s=0.0, end_s=simulation.end_s, unknown=unknown)
-    assert isinstance(result, PowerFit)
+    result = fit(simulation, spans=kept, unknown=unknown)
     assert result.dropped_window_count >= (lost[-1].end_s - lost[0].begin_s) / 0.1
     assert result.window_count + result.dropped_window_count == whole.window_count
     assert powers_w(result)["wait"].value == pytest.approx(POWER_W["wait"], rel=0.10)
@@ -198,8 +204,7 @@ def test_windows_with_lost_marks_are_dropped_and_counted() -> None:
 
 def test_windows_outside_of_the_observed_stretch_are_not_used() -> None:
     simulation = simulate(LONG, seed=4, iterations=70)
-    result = estimate_power(simulation.changes, simulation.spans, begin_s=5.0, end_s=10.0)
-    assert isinstance(result, PowerFit)
+    result = fit(simulation, begin_s=5.0, end_s=10.0)
     assert 45 <= result.window_count <= 50
     assert result.power_w["backward"].value == pytest.approx(POWER_W["backward"], rel=0.05)
 
@@ -209,9 +214,6 @@ def test_too_few_windows_are_not_enough() -> None:
     result = estimate_power(simulation.changes, simulation.spans, begin_s=0.0, end_s=simulation.end_s)
     assert isinstance(result, NotDetermined)
     assert "expected at least 6 windows for 2 keys and waiting, found" in result.reason
-
-
-def test_no_windows_at_all() -> None:
     assert estimate_power([], [], begin_s=0.0, end_s=1.0) == NotDetermined(
         "expected at least 4 windows for 0 keys and waiting, found 0", 0, 0
     )
@@ -227,8 +229,7 @@ def test_keys_that_always_come_together_are_not_separated_but_the_others_are() -
             spans += [Span(key, begin_s, end_s) for key, (begin_s, end_s) in slices]
         else:
             spans.append(span)
-    result = estimate_power(simulation.changes, spans, begin_s=0.0, end_s=simulation.end_s)
-    assert isinstance(result, PowerFit)
+    result = fit(simulation, spans=spans)
     assert set(result.power_w) == {"forward"}
     assert result.power_w["forward"].value == pytest.approx(POWER_W["forward"], rel=0.05)
 
@@ -326,10 +327,7 @@ CHANGES = [
 )
 def test_cumulative_energy(time_s: float, expected_j: float | None) -> None:
     assert cumulative_energy_j(CHANGES, time_s) == expected_j
-
-
-def test_cumulative_energy_of_nothing() -> None:
-    assert cumulative_energy_j([], 1.0) is None
+    assert cumulative_energy_j([], time_s) is None
 
 
 @given(st.lists(st.floats(1.0, 4.0), min_size=2, max_size=20).map(sorted))

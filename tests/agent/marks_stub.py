@@ -3,6 +3,9 @@
 from typing import Any
 
 from perseus.agent.link.computation import Kind
+from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.exchange import LocalExchange
+from perseus.agent.probe.placement import Placement
 
 
 class MarksStub:
@@ -50,3 +53,16 @@ class MarksStub:
         if name == self.failing:
             raise self.failure or RuntimeError(f"{name} fails")
         self.calls.append((name, *arguments))
+
+
+def attached(marks: MarksStub, pipeline_count: int = 1, **more: Any) -> Attachment:
+    """Return the attachment of a rank that is a pipeline by itself."""
+    return Attachment(Placement(0, pipeline_count, 0, 1), marks, LocalExchange(), **more)
+
+
+def iteration_of(*computations: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Return the marks of an iteration of computations, each a kind, a microbatch and a chunk, or 0."""
+    marks: list[tuple[Any, ...]] = [("begin_iteration",)]
+    for kind, microbatch, *chunk in computations:
+        marks += [(edge, kind, microbatch, *(chunk or [0])) for edge in ("begin", "end")]
+    return [*marks, ("end_iteration",)]

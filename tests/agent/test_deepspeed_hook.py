@@ -1,17 +1,14 @@
 """The hook into DeepSpeed, with a stand-in for its engine; tests/frameworks uses the real one."""
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from perseus.agent.deepspeed import _OF_GRIDS, attach, mark_engine, table_of
+from perseus.agent.deepspeed import attach, mark_engine, table_of
 from perseus.agent.link.computation import Computation, Kind
-from perseus.agent.probe.attachment import Attachment
-from perseus.agent.probe.exchange import LocalExchange
-from perseus.agent.probe.placement import Placement
-from tests.agent.marks_stub import MarksStub
+from tests.agent.marks_stub import MarksStub, attached, iteration_of
 
 FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 
@@ -83,27 +80,12 @@ class Engine:
                 self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
 
 
-def attached(marks: MarksStub, table: list[Computation] | None = None) -> Attachment:
-    return Attachment(Placement(0, 1, 0, 1), marks, LocalExchange(), table=table)
-
-
-ITERATION: list[tuple[Any, ...]] = [
-    ("begin_iteration",),
-    ("begin", FORWARD, 0, 0),
-    ("end", FORWARD, 0, 0),
-    ("begin", BACKWARD, 0, 0),
-    ("end", BACKWARD, 0, 0),
-    ("begin", FORWARD, 1, 0),
-    ("end", FORWARD, 1, 0),
-    ("begin", BACKWARD, 1, 0),
-    ("end", BACKWARD, 1, 0),
-    ("end_iteration",),
-]
+ITERATION = iteration_of((FORWARD, 0), (BACKWARD, 0), (FORWARD, 1), (BACKWARD, 1))
 
 
 def test_an_engine_is_marked_and_works_as_before(caplog: pytest.LogCaptureFixture) -> None:
     marks, engine = MarksStub(), Engine()
-    mark_engine(attached(marks, table_of(TwoMicrobatches())), engine)
+    mark_engine(attached(marks, table=table_of(TwoMicrobatches())), engine)
     assert engine.train_batch("data") == "loss of data"
     engine.eval_batch()
     assert engine.train_batch(data_iter="more") == "loss of more"
@@ -133,23 +115,24 @@ def test_the_table_has_the_microbatch_of_every_computation() -> None:
     ]
 
 
-def test_an_engine_without_a_pipeline_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected DeepSpeed's PipelineEngine, found SimpleEngine"):
-        attach(type("SimpleEngine", (), {})(), job_id="gpt")
+class OtherEngine(Engine):
+    """Has a grid, and none of the instructions that are marked."""
+
+    device, grid = "cpu", Mock()
+    _INSTRUCTION_MAP = {OptimizerStep: Engine._exec_optimizer_step}  # noqa: RUF012
 
 
-def test_an_unknown_engine_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"engine: expected train_batch, device, grid, .* without device, grid"
-    ):
-        attach(Engine(), job_id="gpt")
-
-    class OtherEngine(Engine):
-        device, grid = "cpu", SimpleNamespace(**dict.fromkeys(_OF_GRIDS))
-        _INSTRUCTION_MAP = {OptimizerStep: Engine._exec_optimizer_step}  # noqa: RUF012
-
-    with pytest.raises(ValueError, match="expected ForwardPass and BackwardPass, found OptimizerStep"):
-        attach(OtherEngine(), job_id="gpt")
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (object(), "expected DeepSpeed's PipelineEngine, found object"),
+        (Engine(), r"engine: expected train_batch, device, grid, .* without device, grid"),
+        (OtherEngine(), "expected ForwardPass and BackwardPass, found OptimizerStep"),
+    ],
+)
+def test_an_unknown_engine_is_refused(engine: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attach(engine, job_id="gpt")
 
 
 def test_arguments_and_results_of_instructions_pass_through() -> None:

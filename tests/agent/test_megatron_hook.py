@@ -18,9 +18,8 @@ from perseus.agent.megatron import (
     wrap_train,
 )
 from perseus.agent.probe.attachment import Attachment
-from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.placement import Placement
-from tests.agent.marks_stub import MarksStub
+from tests.agent.marks_stub import MarksStub, attached, iteration_of
 
 FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 ITERATIONS = (
@@ -106,25 +105,27 @@ def _backward_step(
 _FORWARD_STEPS = {"0.12": _forward_step_of_0_12, "0.16": _forward_step_of_0_16}
 
 
-def attached(marks: MarksStub) -> Attachment:
-    return Attachment(Placement(0, 1, 0, 1), marks, LocalExchange())
-
-
 def marked(steps: Sequence[Step]) -> list[tuple[Any, ...]]:
-    found = []
-    for is_forward, microbatch, chunk in steps:
-        kind = FORWARD if is_forward else BACKWARD
-        found += [("begin", kind, microbatch, chunk or 0), ("end", kind, microbatch, chunk or 0)]
-    return [("begin_iteration",), *found, ("end_iteration",)]
+    return iteration_of(
+        *((FORWARD if is_forward else BACKWARD, number, stage or 0) for is_forward, number, stage in steps)
+    )
+
+
+def attached_schedules(
+    steps: Sequence[Step] = ONE_CHUNK, version: str = "0.16", **functions: Callable[..., Any]
+) -> tuple[MarksStub, Megatron]:
+    """Return a marked stand-in; `functions` replace the module's before that."""
+    marks, megatron = MarksStub(), Megatron(version, steps)
+    vars(megatron.module).update(functions)
+    MarkedSchedules(megatron.module, lambda: megatron.virtual_stage).mark(attached(marks))
+    return marks, megatron
 
 
 @pytest.mark.parametrize("version", _FORWARD_STEPS)
 @pytest.mark.parametrize("steps", [ONE_CHUNK, TWO_CHUNKS])
 @pytest.mark.parametrize("iteration", ITERATIONS)
 def test_schedules_are_marked(version: str, steps: list[Step], iteration: str) -> None:
-    marks, megatron = MarksStub(), Megatron(version, steps)
-    attachment = attached(marks)
-    MarkedSchedules(megatron.module, lambda: megatron.virtual_stage).mark(attachment)
+    marks, megatron = attached_schedules(steps, version)
     for _ in range(2):
         assert getattr(megatron.module, iteration)() == "losses"
     assert marks.calls == [*marked(steps), ("register",), *marked(steps)]
@@ -146,8 +147,7 @@ def test_arguments_are_found_by_position_or_name() -> None:
 
 
 def test_forward_only_iterations_are_not_marked() -> None:
-    marks, megatron = MarksStub(), Megatron("0.16", ONE_CHUNK)
-    MarkedSchedules(megatron.module, lambda: None).mark(attached(marks))
+    marks, megatron = attached_schedules()
     assert megatron.module.forward_backward_no_pipelining(forward_only=True) == "losses"
     assert marks.calls == []
 
@@ -164,7 +164,6 @@ def test_detaching_puts_the_functions_back() -> None:
 
 
 def test_an_iteration_that_fails_is_not_ended_and_the_next_one_is_whole() -> None:
-    marks, megatron = MarksStub(), Megatron("0.16", ONE_CHUNK)
     errors = [RuntimeError("out of memory")]
 
     def fail_once(
@@ -174,8 +173,7 @@ def test_an_iteration_that_fails_is_not_ended_and_the_next_one_is_whole() -> Non
             raise errors.pop()
         return "gradient"
 
-    megatron.module.backward_step = fail_once
-    MarkedSchedules(megatron.module, lambda: None).mark(attached(marks))
+    marks, megatron = attached_schedules(backward_step=fail_once)
     with pytest.raises(RuntimeError, match="out of memory"):
         megatron.module.forward_backward_no_pipelining()
     assert marks.calls[-1] == ("begin", BACKWARD, 0, 0)
@@ -185,8 +183,7 @@ def test_an_iteration_that_fails_is_not_ended_and_the_next_one_is_whole() -> Non
 
 
 def test_a_schedule_obtained_before_attaching_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    marks, megatron = MarksStub(), Megatron("0.16", ONE_CHUNK)
-    MarkedSchedules(megatron.module, lambda: None).mark(attached(marks))
+    marks, megatron = attached_schedules()
     with caplog.at_level(logging.WARNING):
         assert megatron.run() == "losses"
         megatron.run()
@@ -197,35 +194,25 @@ def test_a_schedule_obtained_before_attaching_is_logged_once(caplog: pytest.LogC
 
 
 def test_an_unknown_megatron_is_refused() -> None:
-    megatron = Megatron("0.16", ONE_CHUNK)
-
-    def forward_step(model: Any, microbatch: int) -> None:
-        raise AssertionError
-
-    megatron.module.forward_step = forward_step
-    with pytest.raises(
-        ValueError, match="expected a parameter 'current_microbatch', found model, microbatch"
-    ):
-        MarkedSchedules(megatron.module, lambda: None)
-
-
-def test_a_megatron_without_a_schedule_is_refused() -> None:
-    megatron = Megatron("0.16", ONE_CHUNK)
-    del megatron.module.forward_backward_no_pipelining
+    module = Megatron("0.16", ONE_CHUNK).module
+    del module.forward_backward_no_pipelining
     with pytest.raises(
         ValueError, match=r"pipeline_parallel\.schedules: .* without forward_backward_no_pipelining$"
     ):
-        MarkedSchedules(megatron.module, lambda: None)
+        MarkedSchedules(module, lambda: None)
+    module = Megatron("0.16", ONE_CHUNK).module
+    module.forward_step = lambda model, microbatch: None
+    with pytest.raises(
+        ValueError, match="expected a parameter 'current_microbatch', found model, microbatch"
+    ):
+        MarkedSchedules(module, lambda: None)
 
 
 def test_forward_only_is_found_at_any_position() -> None:
-    marks, megatron = MarksStub(), Megatron("0.16", ONE_CHUNK)
-
     def run(step: Any, forward_only: bool = False) -> str:
         return megatron.run(forward_only=forward_only)
 
-    megatron.module.forward_backward_no_pipelining = run
-    MarkedSchedules(megatron.module, lambda: None).mark(attached(marks))
+    marks, megatron = attached_schedules(forward_backward_no_pipelining=run)
     assert megatron.module.forward_backward_no_pipelining(None, True) == "losses"
     assert marks.calls == []
 
@@ -233,8 +220,6 @@ def test_forward_only_is_found_at_any_position() -> None:
 def test_an_unknown_output_ends_marking_but_not_training(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    marks, megatron = MarksStub(), Megatron("0.16", [])
-
     def forward_step(current_microbatch: int, vp_stage: int | None) -> None:
         return None
 
@@ -242,9 +227,7 @@ def test_an_unknown_output_ends_marking_but_not_training(
         for microbatch in range(2):
             assert megatron.module.forward_step(current_microbatch=microbatch, vp_stage=None) is None
 
-    megatron.module.forward_step = forward_step
-    megatron.module.forward_backward_no_pipelining = run
-    MarkedSchedules(megatron.module, lambda: None).mark(attached(marks))
+    marks, megatron = attached_schedules(forward_step=forward_step, forward_backward_no_pipelining=run)
     for _ in range(2):
         megatron.module.forward_backward_no_pipelining()
     assert marks.calls[-1] == ("close",)
@@ -292,26 +275,27 @@ def test_timers_are_marked_and_existing_ones_keep_working() -> None:
     assert timers("forward-compute").start() is alone("forward-compute").start(), "results pass unchanged"
 
 
-def test_timers_are_marked_without_existing_ones() -> None:
+@pytest.mark.parametrize(
+    ("runs", "is_training", "expected"),
+    [
+        ([ONE_CHUNK], True, [*marked(ONE_CHUNK), ("register",)]),
+        ([ONE_CHUNK[:2]], False, []),
+        (
+            [ONE_CHUNK[:2], ONE_CHUNK],
+            True,
+            [*marked(ONE_CHUNK[:2])[:-1], *marked(ONE_CHUNK), ("register",)],
+        ),
+    ],
+    ids=["training", "an evaluation", "forwards alone are no iteration to register"],
+)
+def test_timers_are_marked_without_existing_ones(
+    runs: list[list[Step]], is_training: bool, expected: list[tuple[Any, ...]]
+) -> None:
     marks = MarksStub()
-    run_with_timers(MarkedTimers(attached(marks), None, lambda: True), ONE_CHUNK)
-    assert marks.calls == [*marked(ONE_CHUNK), ("register",)]
-
-
-def test_timers_of_an_evaluation_are_not_marked() -> None:
-    marks = MarksStub()
-    run_with_timers(MarkedTimers(attached(marks), None, lambda: False), [(True, 0, None), (True, 1, None)])
-    assert marks.calls == []
-
-
-def test_forwards_alone_are_no_iteration_to_register() -> None:
-    marks = MarksStub()
-    timers = MarkedTimers(attached(marks), None, lambda: True)
-    run_with_timers(timers, [(True, 0, None)])
-    assert ("register",) not in marks.calls
-    marks.calls.clear()
-    run_with_timers(timers, ONE_CHUNK)
-    assert marks.calls == [*marked(ONE_CHUNK), ("register",)]
+    timers = MarkedTimers(attached(marks), None, lambda: is_training)
+    for steps in runs:
+        run_with_timers(timers, steps)
+    assert marks.calls == expected
 
 
 def test_a_configuration_with_marked_timers_can_be_copied() -> None:
@@ -395,10 +379,9 @@ def test_a_loop_that_cannot_be_attached_trains_as_before(caplog: pytest.LogCaptu
 
 
 def test_a_sharded_model_is_not_marked_and_trains_as_before(caplog: pytest.LogCaptureFixture) -> None:
-    marks, megatron = MarksStub(), Megatron("0.16", ONE_CHUNK)
+    marks, megatron = attached_schedules()
     sharded = type("TorchFullyShardedDataParallel", (), {})()
     megatron.model = SimpleNamespace(modules=lambda: [sharded])
-    MarkedSchedules(megatron.module, lambda: None).mark(attached(marks))
     for _ in range(2):
         assert megatron.module.forward_backward_no_pipelining() == "losses"
     assert marks.calls == [("begin_iteration",), ("close",)]

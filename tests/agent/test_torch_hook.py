@@ -6,11 +6,8 @@ from typing import Any
 import pytest
 
 from perseus.agent.link.computation import Kind
-from perseus.agent.probe.attachment import Attachment
-from perseus.agent.probe.exchange import LocalExchange
-from perseus.agent.probe.placement import Placement
 from perseus.agent.torch import identities_of, mark_schedule, stages_of, stepping
-from tests.agent.marks_stub import MarksStub
+from tests.agent.marks_stub import MarksStub, attached
 
 
 class Stage:
@@ -66,17 +63,13 @@ class Schedule:
 def mark(schedule: Any) -> MarksStub:
     marks = MarksStub()
     stages = stages_of(schedule)
-    attachment = Attachment(Placement(0, 1, 0, 1), marks, LocalExchange())
-    mark_schedule(attachment, schedule, stages, identities_of(stages))
+    mark_schedule(attached(marks), schedule, stages, identities_of(stages))
     return marks
 
 
 @pytest.mark.parametrize(
     ("is_first", "backward"),
-    [
-        (False, [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]),
-        (True, [Kind.BACKWARD]),
-    ],
+    [(False, [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]), (True, [Kind.BACKWARD])],
 )
 def test_a_schedule_is_marked_and_works_as_before(is_first: bool, backward: list[Kind]) -> None:
     alone, schedule = Schedule(Stage(is_first=is_first)), Schedule(Stage(is_first=is_first))
@@ -110,23 +103,36 @@ def test_arguments_of_other_versions_pass_through_completely() -> None:
     assert begun == {(Kind.FORWARD, 3), (Kind.BACKWARD_INPUT, 4)}
 
 
-def test_unknown_objects_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected one of torch\.distributed\.pipelining, found object"):
-        stages_of(object())
-    stage = Stage()
-    del stage.dw_builder
-    with pytest.raises(ValueError, match=r"stage Stage: expected .* found it without dw_builder"):
-        stages_of(Schedule(stage))
-    schedule = Schedule(Stage())
-    del schedule._has_backward
-    with pytest.raises(ValueError, match=r"schedule Schedule: expected .* found it without _has_backward"):
-        stages_of(schedule)
-    renamed = Stage()
-    renamed.forward_one_chunk = lambda microbatch: None  # type: ignore[method-assign, assignment, misc]
-    with pytest.raises(
-        ValueError, match="Stage: forward_one_chunk: expected a parameter 'fwd_chunk_id', found microbatch"
-    ):
-        identities_of([renamed])
+def without(thing: Any, attribute: str) -> Any:
+    delattr(thing, attribute)
+    return thing
+
+
+class RenamingStage(Stage):
+    """Names its parameter anew."""
+
+    def forward_one_chunk(self, microbatch: int) -> str:  # type: ignore[override]
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (object(), r"expected one of torch\.distributed\.pipelining, found object"),
+        (Schedule(without(Stage(), "dw_builder")), "stage Stage: expected .* found it without dw_builder"),
+        (
+            without(Schedule(Stage()), "_has_backward"),
+            "schedule Schedule: expected .* found it without _has_backward",
+        ),
+        (
+            Schedule(RenamingStage()),
+            "Stage: forward_one_chunk: expected a parameter 'fwd_chunk_id', found microbatch",
+        ),
+    ],
+)
+def test_unknown_objects_are_refused(schedule: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        identities_of(stages_of(schedule))
 
 
 def test_the_optimizer_that_steps_is_inside_its_wrappers() -> None:

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from perseus.agent.probe.attachment import Attachment
-from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.placement import Placement
 from perseus.agent.torchtitan import place_of, split_arguments, wrap_trainer
-from tests.agent.marks_stub import MarksStub
+from tests.agent.marks_stub import MarksStub, attached
 
 
 class Trainer:
@@ -24,7 +23,7 @@ class Trainer:
 def wrapped(marks: MarksStub) -> Any:
     """A fresh wrapped class, and a subclass of it."""
     trainer_class = type("Trainer", (Trainer,), {"train": Trainer.train})
-    wrap_trainer(trainer_class, lambda _: Attachment(Placement(0, 1, 0, 1), marks, LocalExchange()))
+    wrap_trainer(trainer_class, lambda _: attached(marks))
     return type("Derived", (trainer_class,), {})
 
 

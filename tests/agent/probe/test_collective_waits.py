@@ -9,9 +9,8 @@ import pytest
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.collective_waits import mark_waits, parameter_groups, refuse_unmarked_waits
-from perseus.agent.probe.exchange import LocalExchange
-from perseus.agent.probe.placement import Placement
 from tests.agent.marks_stub import MarksStub
+from tests.agent.marks_stub import attached as attached_to
 
 
 class Group:
@@ -151,7 +150,7 @@ def test_a_distributed_data_parallel_around_a_stage_is_accepted() -> None:
 @pytest.fixture
 def attached() -> Iterator[tuple[Attachment, MarksStub, Group]]:
     marks, group = MarksStub(), Group()
-    attachment = Attachment(Placement(0, 4, 0, 1), marks, LocalExchange())
+    attachment = attached_to(marks, 4)
     mark_waits(attachment, [group])
     yield attachment, marks, group
     attachment.detach()

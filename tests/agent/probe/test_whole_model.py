@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from perseus.agent.link.computation import Kind
-from perseus.agent.probe.attachment import MAX_UNMARKED_STEPS, Attachment
-from perseus.agent.probe.exchange import LocalExchange
-from perseus.agent.probe.placement import Placement
+from perseus.agent.probe.attachment import MAX_UNMARKED_STEPS
 from perseus.agent.probe.whole_model import MarkedModel, TorchParts, is_marked
-from tests.agent.marks_stub import MarksStub
+from tests.agent.marks_stub import MarksStub, attached, iteration_of
 
 
 class Tensor:
@@ -97,7 +95,7 @@ class Training:
         self.marks, self.engine = MarksStub(), Engine()
         self.model, self.optimizer = Model(), Optimizer()
         self.is_grad_enabled, self.is_compiling, self.is_checkpointing = True, False, False
-        self.attachment = Attachment(Placement(0, 4, 0, 1), self.marks, LocalExchange())
+        self.attachment = attached(self.marks, 4)
         self.parts = TorchParts(
             is_compiling=lambda: self.is_compiling,
             is_grad_enabled=lambda: self.is_grad_enabled,
@@ -112,10 +110,6 @@ class Training:
     def step(self) -> None:
         self.optimizer.step()
         self.attachment.note_step(id(self.optimizer), self.marked.why_unmarked)
-
-
-def begin_and_end(kind: Kind, microbatch: int) -> list[tuple[Any, ...]]:
-    return [("begin", kind, microbatch, 0), ("end", kind, microbatch, 0)]
 
 
 F, B = Kind.FORWARD, Kind.BACKWARD
@@ -133,8 +127,7 @@ def test_accumulated_microbatches_up_to_the_optimizers_step_are_an_iteration(tra
             assert output["value"] == value
             training.engine.backward(output["loss"])
         training.optimizer.step()
-    computed = [*begin_and_end(F, 0), *begin_and_end(B, 0), *begin_and_end(F, 1), *begin_and_end(B, 1)]
-    iteration = [("begin_iteration",), *computed, ("end_iteration",)]
+    iteration = iteration_of((F, 0), (B, 0), (F, 1), (B, 1))
     assert training.marks.calls == [*iteration, ("register",), *iteration]
 
 
@@ -142,8 +135,7 @@ def test_a_loss_of_two_forwards_is_one_backward(training: Training) -> None:
     losses = [training.model("x")["loss"] for _ in range(2)]
     training.engine.backward(*reversed(losses))
     training.optimizer.step()
-    computed = [*begin_and_end(F, 0), *begin_and_end(F, 1), *begin_and_end(B, 1)]
-    assert training.marks.calls[1:-2] == computed
+    assert training.marks.calls[:-1] == iteration_of((F, 0), (F, 1), (B, 1))
 
 
 def test_calls_outside_of_training_are_not_marked(training: Training) -> None:
@@ -167,14 +159,13 @@ def test_a_function_that_calls_the_model_is_marked_in_its_stead(training: Traini
 
     strategy = Strategy()
     training.model.training = False  # whatever the model's mode is
-    attachment = Attachment(Placement(0, 4, 0, 1), training.marks, LocalExchange())
+    attachment = attached(training.marks, 4)
     MarkedModel(attachment, training.parts).mark_function(strategy, "training_step", training.optimizer)
     output = strategy.training_step("x")
     training.engine.backward(output["loss"])
     training.optimizer.step()
     assert output["value"] == "x"
-    computed = [*begin_and_end(F, 0), *begin_and_end(B, 0)]
-    assert training.marks.calls[:-1] == [("begin_iteration",), *computed, ("end_iteration",)]
+    assert training.marks.calls[:-1] == iteration_of((F, 0), (B, 0))
     attachment.detach()
     assert vars(strategy) == {}
     assert training.optimizer.hooks == []
@@ -204,8 +195,7 @@ def test_a_call_within_the_backward_belongs_to_it(training: Training) -> None:
         output = training.model(value)
         training.engine.backward(output["loss"], recompute=partial(training.model, value))
     training.optimizer.step()
-    computed = [*begin_and_end(F, 0), *begin_and_end(B, 0), *begin_and_end(F, 1), *begin_and_end(B, 1)]
-    assert training.marks.calls[1:-2] == computed
+    assert training.marks.calls[:-1] == iteration_of((F, 0), (B, 0), (F, 1), (B, 1))
 
 
 @pytest.mark.parametrize("is_summed", [False, True])
@@ -222,13 +212,8 @@ def test_a_reentrant_checkpoint_of_the_whole_model_is_marked(training: Training,
             training.engine.backward(losses.pop(), recompute=partial(training.model, value))
     training.engine.backward(*losses, recompute=partial(training.model, "again"))
     training.optimizer.step()
-    forwards = [begin_and_end(F, 0), begin_and_end(F, 1)]
-    expected = (
-        [*forwards[0], *forwards[1], *begin_and_end(B, 1)]
-        if is_summed
-        else [*forwards[0], *begin_and_end(B, 0), *forwards[1], *begin_and_end(B, 1)]
-    )
-    assert training.marks.calls[1:-2] == expected
+    computed = [(F, 0), (F, 1), (B, 1)] if is_summed else [(F, 0), (B, 0), (F, 1), (B, 1)]
+    assert training.marks.calls[:-1] == iteration_of(*computed)
 
 
 def evaluate(training: Training) -> None:

@@ -23,7 +23,7 @@ from perseus.solver import (
     solve,
     with_lag,
 )
-from tests.solver.pipelines import little_search, pipelines, published_pipeline, small_pipeline
+from tests.solver.pipelines import little_search, pipeline_of, pipelines, small_pipeline
 
 PS_S = 1e-12
 WITHOUT_EXTRA_LAGS = pipelines().map(lambda pipeline: replace(pipeline, extra_lags_s={}))
@@ -135,8 +135,7 @@ def test_no_lag_explains_more_than_the_plans_differ_in_all_computations(pipeline
 
 
 def test_lags_that_make_all_max_longer_than_measured_are_ruled_out() -> None:
-    template = small_pipeline()
-    pipeline = Pipeline(one_forward_one_backward(2, 6), template.profiles, template.blocking_power_w)
+    pipeline = replace(small_pipeline(), schedule=one_forward_one_backward(2, 6))
     fast = fastest_clock_plan(pipeline)
     slow = plan_at(pipeline, fast.iteration_time_s)
     wanted_s = excess_s(pipeline, slow, fast, 0.004)
@@ -148,15 +147,6 @@ def test_lags_that_make_all_max_longer_than_measured_are_ruled_out() -> None:
     assert explaining_lag_s(pipeline, slow, too_short_s, fast, too_short_s) is None
 
 
-def test_a_lag_on_the_published_profile_is_recovered() -> None:
-    pipeline = published_pipeline("a100-sxm", 12)
-    fast = fastest_clock_plan(pipeline)
-    slow = plan_at(pipeline, fast.iteration_time_s)
-    fast_time_s, slow_time_s = (0.2 + time_s(pipeline, plan, 0.003) for plan in (fast, slow))
-    found_s = explaining_lag_s(pipeline, slow, slow_time_s, fast, fast_time_s)
-    assert found_s == pytest.approx(0.003, abs=100 * PS_S)
-
-
 @given(WITHOUT_EXTRA_LAGS, LAGS_S)
 def test_one_lag_applies_to_all_transfers(pipeline: Pipeline, lag_s: float) -> None:
     lagged = with_lag(pipeline, lag_s)
@@ -166,7 +156,6 @@ def test_one_lag_applies_to_all_transfers(pipeline: Pipeline, lag_s: float) -> N
 
 
 def test_a_lag_applies_along_the_path_and_back() -> None:
-    kinds = (Kind.FORWARD, Kind.BACKWARD)
     places = ((0, 0), (1, 0), (1, 1), (2, 0), (0, 1))
     there_and_back = [(Kind.FORWARD, place) for place in places]
     there_and_back += [(Kind.BACKWARD, place) for place in reversed(places)]
@@ -174,9 +163,7 @@ def test_a_lag_applies_along_the_path_and_back() -> None:
         tuple(Computation(stage, kind, 0, chunk) for kind, (at, chunk) in there_and_back if at == stage)
         for stage in range(3)
     )
-    measured = small_pipeline().profiles
-    profiles = {(*place, kind): measured[0, 0, kind] for place in places for kind in kinds}
-    lagged = with_lag(Pipeline(Schedule(orders, (places,)), profiles, (50.0,) * 3), 0.5)
+    lagged = with_lag(pipeline_of(Schedule(orders, (places,))), 0.5)
     assert lagged.activation_lags_s == {(0, 1): 0.5, (1, 2): 0.5, (2, 0): 0.5}
     assert lagged.gradient_lags_s == {(1, 0): 0.5, (2, 1): 0.5, (0, 2): 0.5}
 
@@ -189,9 +176,7 @@ def test_an_impossible_lag_is_refused(lag_s: float) -> None:
 
 def test_different_lags_and_extra_lags_are_refused() -> None:
     pipeline = small_pipeline()
-    uneven = Pipeline(
-        pipeline.schedule, pipeline.profiles, pipeline.blocking_power_w, {(0, 1): 0.1}, {(1, 0): 0.2}
-    )
+    uneven = replace(pipeline, activation_lags_s={(0, 1): 0.1}, gradient_lags_s={(1, 0): 0.2})
     with pytest.raises(PipelineError, match=r"expected one lag for all, found 0\.1 to 0\.2 s"):
         common_lag_s(uneven)
     pair = (Computation(1, Kind.FORWARD, 0), Computation(0, Kind.FORWARD, 1))

@@ -117,31 +117,19 @@ def one_forward_one_backward(
 
     The last stage is a tenth slower than the others, so that the others wait now and then.
     """
-    orders: list[list[tuple[str, int]]] = []
-    for each in range(stage_count):
-        warm_up = min(stage_count - 1 - each, microbatch_count)
-        order = [("forward", microbatch) for microbatch in range(warm_up)]
-        for microbatch in range(microbatch_count - warm_up):
-            order += [("forward", warm_up + microbatch), ("backward", microbatch)]
-        order += [("backward", microbatch_count - warm_up + late) for late in range(warm_up)]
-        orders.append(order)
+    from perseus import solver  # only here: not every machine that measures has it
 
-    done_s: dict[tuple[str, int, int], float] = {}
-    programs: list[list[tuple[str, float]]] = [[] for _ in orders]
-    free_s = [0.0] * stage_count
-    while any(orders):
-        for each, order in enumerate(orders):
-            while order:
-                kind, microbatch = order[0]
-                source = each - 1 if kind == "forward" else each + 1
-                ready_s = done_s.get((kind, source, microbatch)) if 0 <= source < stage_count else 0.0
-                if ready_s is None:
-                    break
-                begin_s = max(free_s[each], ready_s)
-                duration_s = {"forward": forward_s, "backward": backward_s}[kind]
-                duration_s *= 1.1 if each == stage_count - 1 else 1.0
-                programs[each] += [("wait", begin_s - free_s[each]), (kind, duration_s)]
-                free_s[each] = done_s[kind, each, microbatch] = begin_s + duration_s
-                order.pop(0)
-    programs[stage].append(("wait", max(free_s) - free_s[stage] + 0.01))
-    return programs[stage]
+    profiles = {
+        (each, 0, kind): (solver.Measurement(1000, time_s * (1.1 if each == stage_count - 1 else 1.0), 1.0),)
+        for each in range(stage_count)
+        for kind, time_s in ((solver.Kind.FORWARD, forward_s), (solver.Kind.BACKWARD, backward_s))
+    }
+    schedule = solver.one_forward_one_backward(stage_count, microbatch_count)
+    pipeline = solver.Pipeline(schedule, profiles, (0.0,) * stage_count)
+    plan = solver.replay(pipeline, dict.fromkeys(schedule.computations, 1000))
+    program, now_s = [], 0.0
+    for planned in plan.stages[stage]:
+        kind = planned.computation.kind.name.lower()
+        program += [("wait", planned.start_s - now_s), (kind, planned.duration_s)]
+        now_s = planned.start_s + planned.duration_s
+    return [*program, ("wait", plan.iteration_time_s - now_s + 0.01)]

@@ -9,11 +9,36 @@ import pytest
 from perseus.agent.gpu import ClockNotSupportedError, EmulatedGpuError, Gpu, GpuNotFoundError
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A40, Work
-from tests.emulation.fake_time import FakeTime
 
 LOW_MHZ, HIGH_MHZ = 870, 1740
 MODEL = A40.with_clocks(12)
 WORK = Work(compute_s=0.06, memory_s=0.04, activity=0.9)
+
+
+class FakeTime:
+    """A substitute for time.monotonic and time.sleep; `at` schedules an action during a sleep."""
+
+    MIN_SLEEP_S = 1e-6
+    """Sleep; even zero seconds take a moment."""
+
+    def __init__(self, now_s: float = 1000.0) -> None:
+        self.now_s = now_s
+        self._actions: list[tuple[float, Callable[[], None]]] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, duration_s: float) -> None:
+        until_s = self.now_s + max(duration_s, self.MIN_SLEEP_S)
+        for due_s, action in sorted(self._actions, key=lambda pair: pair[0]):
+            if due_s <= until_s:
+                self._actions.remove((due_s, action))
+                self.now_s = max(self.now_s, due_s)
+                action()
+        self.now_s = until_s
+
+    def at(self, due_s: float, action: Callable[[], None]) -> None:
+        self._actions.append((due_s, action))
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -95,19 +96,16 @@ def test_begins_at_stock_and_goes_down_step_by_step() -> None:
     assert min(b - a for a, b in pairwise(times_s)) >= DWELL_S
 
 
-def test_growing_queue_raises_to_the_highest_at_once() -> None:
+@pytest.mark.parametrize(
+    "changed",
+    [{"waiting_count": 200}, {"ttft": [LatencyCount(3.0, 3.0, 10)]}],
+    ids=["growing queue", "missed objective"],
+)
+def test_too_much_load_raises_to_the_highest_at_once(changed: dict[str, Any]) -> None:
     driver = controlled()
     driver.now_s += INTERVAL_S
-    commands = driver.take(
-        driver.controller.on_stats(driver.now_s, replace(driver.light(), waiting_count=200))
-    )
+    commands = driver.take(driver.controller.on_stats(driver.now_s, replace(driver.light(), **changed)))
     assert list(commands) == [SetClock(CLOCKS_MHZ[-1])]
-
-
-def test_missed_objective_raises_to_the_highest_at_once() -> None:
-    driver = controlled()
-    driver.run(1, replace(driver.light(), ttft=[LatencyCount(3.0, 3.0, 10)]))
-    assert driver.controller.clock_mhz == CLOCKS_MHZ[-1]
 
 
 def test_objective_missed_at_the_highest_clock_too_means_stock_until_it_is_kept() -> None:

@@ -19,6 +19,13 @@ ONE = EngineStats(
 )
 
 
+def joined(*names: str) -> Sources:
+    sources = Sources()
+    for name in names:
+        sources.join(name, 0.0)
+    return sources
+
+
 def test_one_source_is_passed_on() -> None:
     sources = Sources()
     assert sources.take(0.0) is None
@@ -31,9 +38,7 @@ def test_one_source_is_passed_on() -> None:
 
 
 def test_api_servers_of_one_engine_add_up_tokens_and_not_what_runs() -> None:
-    sources = Sources()
-    sources.join("a", 0.0)
-    sources.join("b", 0.0)
+    sources = joined("a", "b")
     sources.report("a", 0.2, ONE)
     assert sources.take(0.2) is None  # b has not reported yet
     sources.report("b", 0.3, replace(ONE, running_count=5, waiting_count=0))
@@ -56,9 +61,7 @@ def test_data_parallel_engines_add_up() -> None:
 
 
 def test_a_source_that_is_silent_for_a_second_makes_all_unknown() -> None:
-    sources = Sources()
-    sources.join("a", 0.0)
-    sources.join("b", 0.0)
+    sources = joined("a", "b")
     sources.report("b", 0.2, ONE)
     sources.report("a", 0.2, ONE)
     assert sources.take(0.2) is not None
@@ -71,8 +74,7 @@ def test_a_source_that_is_silent_for_a_second_makes_all_unknown() -> None:
 
 
 def test_what_nobody_takes_is_bounded() -> None:
-    sources = Sources()
-    sources.join("a", 0.0)
+    sources = joined("a")
     for _ in range(1000):
         sources.report("a", 0.2, ONE)
     merged = sources.take(0.2)
@@ -81,8 +83,7 @@ def test_what_nobody_takes_is_bounded() -> None:
 
 
 def test_a_source_after_none_is_a_restart() -> None:
-    sources = Sources()
-    sources.join("a", 0.0)
+    sources = joined("a")
     sources.report("a", 0.2, ONE)
     sources.join("b", 0.2)
     assert not sources.has_restarted

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from perseus.agent.energy.counter import ChangeDetector
 from perseus.agent.link.computation import Computation, Kind
-from perseus.agent.rank.messages import EnergyEstimate
+from perseus.agent.rank.messages import EnergyEstimate, EnergySample
 from perseus.agent.rank.sampling import EstimateRequest, FinishedComputation, FinishedIteration, estimate
 from perseus.gpu import ClockEventReason
 from tests.agent.counter_simulation import one_forward_one_backward, simulate
@@ -124,39 +124,26 @@ def estimated(case: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _vector(found: EnergyEstimate) -> dict[str, Any]:
+    times = ("computation_count", "time_s", "time_se_s")
     return {
         "iteration_count": found.iteration_count,
-        "samples": [
-            {
-                "kind": sample.kind.name,
-                "computation_count": sample.computation_count,
-                "time_s": _rounded(sample.time_s),
-                "time_se_s": _rounded(sample.time_se_s),
-                "energy_j": _rounded(sample.energy_j),
-                "energy_se_j": _rounded(sample.energy_se_j),
-            }
-            for sample in found.samples
-        ],
+        "samples": [_sample(each, *times, "energy_j", "energy_se_j") for each in found.samples],
         "blocking_power_w": _rounded(found.blocking_power_w),
         "blocking_power_se_w": _rounded(found.blocking_power_se_w),
         "window_count": found.window_count,
         "discarded_window_count": found.discarded_window_count,
-        "undetermined": [
-            {
-                "kind": sample.kind.name,
-                "computation_count": sample.computation_count,
-                "time_s": _rounded(sample.time_s),
-                "time_se_s": _rounded(sample.time_se_s),
-            }
-            for sample in found.undetermined
-        ],
+        "undetermined": [_sample(each, *times) for each in found.undetermined],
         "power_information": [float(f"{value:.12g}") for value in found.power_information],
         "power_information_vector": [float(f"{value:.12g}") for value in found.power_information_vector],
     }
 
 
+def _sample(sample: EnergySample, *names: str) -> dict[str, Any]:
+    return {"kind": sample.kind.name, **{name: _rounded(getattr(sample, name)) for name in names}}
+
+
 def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
+    return value if value is None or isinstance(value, int) else float(f"{value:.6g}")
 
 
 def _make(name: str, seed: int) -> dict[str, Any]:

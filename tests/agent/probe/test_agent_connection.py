@@ -27,14 +27,15 @@ from perseus.agent.link.packets import (
     encode,
 )
 from perseus.agent.probe import agent_connection
+from perseus.agent.probe.client import Probe
 from perseus.agent.probe.job_spec import NamedSchedule
 from perseus.agent.probe.rejoin import PERIOD_NS
 from tests.agent.probe.agent_stub import AgentStub, connect, iterate
 
 
-def test_an_agent_that_dies_is_noticed_once(agent: AgentStub, caplog: pytest.LogCaptureFixture) -> None:
-    probe = connect(agent.path)
-    agent.answered()
+def test_an_agent_that_dies_is_noticed_once(
+    agent: AgentStub, probe: Probe, caplog: pytest.LogCaptureFixture
+) -> None:
     agent.connection.close()
     iterate(probe, 3)
     probe.finish()
@@ -44,11 +45,9 @@ def test_an_agent_that_dies_is_noticed_once(agent: AgentStub, caplog: pytest.Log
 
 
 def test_marks_are_packed_only_while_the_agent_allows_it(
-    agent: AgentStub, monkeypatch: pytest.MonkeyPatch
+    agent: AgentStub, probe: Probe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent_connection, "_NOTICE_PERIOD_NS", 0)
-    probe = connect(agent.path)
-    agent.answered()
     hello = agent.asked[0]
     assert isinstance(hello, Hello)
     assert hello.packs_marks
@@ -79,15 +78,12 @@ def test_marks_are_packed_only_while_the_agent_allows_it(
     agent.allow_packing(False)
     assert packets(3) == 14
     assert probe.dropped_mark_count == 0
-    probe.close()
 
 
 def test_packed_marks_that_find_no_room_are_counted_one_by_one(
-    agent: AgentStub, monkeypatch: pytest.MonkeyPatch
+    agent: AgentStub, probe: Probe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent_connection, "_NOTICE_PERIOD_NS", 0)
-    probe = connect(agent.path)
-    agent.answered()
     agent.allow_packing(True)
     sent_count = 0
     while not probe.dropped_mark_count:
@@ -95,13 +91,12 @@ def test_packed_marks_that_find_no_room_are_counted_one_by_one(
         sent_count += 4
     received_count = len(agent.marks())
     assert sent_count == received_count + probe.dropped_mark_count
-    probe.close()
 
 
-def test_packed_marks_arrive_before_the_end(agent: AgentStub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_marks_arrive_before_the_end(
+    agent: AgentStub, probe: Probe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(agent_connection, "_NOTICE_PERIOD_NS", 0)
-    probe = connect(agent.path)
-    agent.answered()
     agent.allow_packing(True)
     probe.begin_iteration()
     probe.begin_computation(Kind.FORWARD, 0)
@@ -115,13 +110,10 @@ def test_packed_marks_arrive_before_the_end(agent: AgentStub, monkeypatch: pytes
         ComputationMark,
         Finish,
     ]
-    probe.close()
 
 
-def test_a_forked_child_closes_the_connection_and_sends_nothing(agent: AgentStub) -> None:
+def test_a_forked_child_closes_the_connection_and_sends_nothing(agent: AgentStub, probe: Probe) -> None:
     """The agent must see the trainer's end while a data loader lives on, and no other end."""
-    probe = connect(agent.path)
-    agent.answered()
     let_end, end = os.pipe()
     child = os.fork()
     if child == 0:

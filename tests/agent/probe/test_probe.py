@@ -83,8 +83,9 @@ def test_marks_carry_identity_and_order(agent: AgentStub, monkeypatch: pytest.Mo
     assert [replace(mark, time_ns=0) for mark in marks] == [*expected, Finish(0)]
 
 
-def test_an_iteration_may_have_relative_work(agent: AgentStub, caplog: pytest.LogCaptureFixture) -> None:
-    probe = connect(agent.path)
+def test_an_iteration_may_have_relative_work(
+    agent: AgentStub, probe: Probe, caplog: pytest.LogCaptureFixture
+) -> None:
     for work in (None, 1.2504, 0.001, 1000, 0.0, -1.0, math.nan, math.inf, 1e9, "much"):
         with probe.iteration(relative_work=work):  # type: ignore[arg-type]
             pass
@@ -96,8 +97,7 @@ def test_an_iteration_may_have_relative_work(agent: AgentStub, caplog: pytest.Lo
     assert "expected 0.001 to 1000, found 0.0" in warned[0].message
 
 
-def test_a_block_that_raises_has_no_end(agent: AgentStub) -> None:
-    probe = connect(agent.path)
+def test_a_block_that_raises_has_no_end(agent: AgentStub, probe: Probe) -> None:
     with pytest.raises(KeyError), probe.iteration(), probe.computation(Kind.FORWARD, 0):
         raise KeyError
     probe.close()
@@ -108,10 +108,8 @@ def test_a_block_that_raises_has_no_end(agent: AgentStub) -> None:
 
 
 def test_a_full_socket_drops_marks_without_waiting(
-    agent: AgentStub, caplog: pytest.LogCaptureFixture
+    agent: AgentStub, probe: Probe, caplog: pytest.LogCaptureFixture
 ) -> None:
-    probe = connect(agent.path)
-    agent.answered()
     for _ in range(1000):
         with probe.iteration():
             pass
@@ -228,9 +226,7 @@ def test_with_a_full_socket_another_order_is_registered_when_there_is_room(tmp_p
     agent.close()
 
 
-def test_training_without_marks_is_reported_to_the_agent(agent: AgentStub) -> None:
-    probe = connect(agent.path)
-    agent.answered()
+def test_training_without_marks_is_reported_to_the_agent(agent: AgentStub, probe: Probe) -> None:
     probe.report_unmarked(2 * MAX_UNMARKED_LENGTH * "x")
     assert agent.marks() == [Unmarked(MAX_UNMARKED_LENGTH * "x")]
     probe.close()
@@ -269,8 +265,9 @@ def test_a_schedule_of_an_unknown_name_is_refused() -> None:
         NamedSchedule("zb", 8)
 
 
-def test_a_mistake_while_training_does_not_raise(agent: AgentStub, caplog: pytest.LogCaptureFixture) -> None:
-    probe = connect(agent.path)
+def test_a_mistake_while_training_does_not_raise(
+    agent: AgentStub, probe: Probe, caplog: pytest.LogCaptureFixture
+) -> None:
     with probe.iteration(), probe.computation("forward", 0):  # type: ignore[arg-type]
         pass
     with probe.iteration(), probe.computation(Kind.FORWARD, 2**40):

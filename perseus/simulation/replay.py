@@ -204,7 +204,7 @@ class _Job:
         while self.targets and self.targets[0][0] <= now_s:
             self._target_time_s = self.targets.pop(0)[1]
 
-    def update(self, now_s: float, forecast: "_Forecasts") -> bool:
+    def update(self, now_s: float, forecast: "Forecasts") -> bool:
         """Follow stragglers and the job's policy; return whether its points have changed."""
         before = self.points
         job = self.job
@@ -226,7 +226,7 @@ class _Job:
         """Return the present iterations per second."""
         return 1 / self.point.iteration_time_s
 
-    def _policy_time_s(self, now_s: float, policy: ReplayedPolicy, forecast: "_Forecasts") -> float:
+    def _policy_time_s(self, now_s: float, policy: ReplayedPolicy, forecast: "Forecasts") -> float:
         if self._window is None or now_s >= self._window.end_s:
             self._done_before = self.done_count
             full_speed = 1 / self.job.stock_time_s
@@ -236,7 +236,7 @@ class _Job:
         return found.point.iteration_time_s
 
 
-class _Forecasts:
+class Forecasts:
     """Known and forecast values of each signal, computed once an hour."""
 
     def __init__(self, signals: Mapping[SignalKind, Signal], method: Forecast) -> None:
@@ -290,7 +290,7 @@ class _Replayer:
         self._machine = machine
         self._random = np.random.default_rng(fleet.seed)
         self._jobs = {job.job_id: _Job(job) for job in fleet.jobs}
-        self._forecasts = _Forecasts(fleet.signals, fleet.forecast)
+        self._forecasts = Forecasts(fleet.signals, fleet.forecast)
         self._statuses: list[tuple[float, FeedStatus]] = []
         self._outcomes: list[tuple[ReplayedBudget, FeedStatus]] = []
         self._feeds = sorted({job.feed for job in fleet.jobs} | fleet.feeds.keys())

@@ -130,6 +130,6 @@ def one_forward_one_backward(
     program, now_s = [], 0.0
     for planned in plan.stages[stage]:
         kind = planned.computation.kind.name.lower()
-        program += [("wait", planned.start_s - now_s), (kind, planned.duration_s)]
+        program += [("wait", max(0.0, planned.start_s - now_s)), (kind, planned.duration_s)]
         now_s = planned.start_s + planned.duration_s
     return [*program, ("wait", plan.iteration_time_s - now_s + 0.01)]

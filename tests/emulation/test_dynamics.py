@@ -31,15 +31,6 @@ def test_work_ends_at_its_exact_moment_however_late_the_state_is_read() -> None:
     )
 
 
-def test_a_set_leaves_the_old_clock_in_force_for_its_latency() -> None:
-    state = stock()
-    state.set_clock(A40, LOW_MHZ)
-    state.advance(A40, 50.0099)
-    assert (state.clock_mhz, state.pending_clock_mhz) == (HIGH_MHZ, LOW_MHZ)
-    state.advance(A40, 50.0101)
-    assert (state.clock_mhz, state.pending_clock_mhz) == (LOW_MHZ, NO_CLOCK)
-
-
 def test_work_progresses_by_the_clock_in_force_at_each_moment() -> None:
     state = stock()
     state.begin(WORK)
@@ -63,15 +54,24 @@ def test_a_set_in_force_after_the_work_does_not_affect_it() -> None:
     assert state.finish_s(A40) == pytest.approx(50.1)
 
 
-def test_the_newest_set_replaces_a_pending_one() -> None:
+@pytest.mark.parametrize(
+    ("sets", "clocks_mhz"),
+    [
+        ([(50.0, LOW_MHZ)], [(50.0099, HIGH_MHZ), (50.0101, LOW_MHZ)]),
+        ([(50.0, LOW_MHZ), (50.005, 1305)], [(50.012, HIGH_MHZ), (50.016, 1305)]),
+    ],
+    ids=["the old clock is in force for the latency", "the newest set replaces a pending one"],
+)
+def test_a_set_takes_its_latency(sets: list[tuple[float, int]], clocks_mhz: list[tuple[float, int]]) -> None:
     state = stock()
-    state.set_clock(A40, LOW_MHZ)
-    state.advance(A40, 50.005)
-    state.set_clock(A40, 1305)
-    state.advance(A40, 50.012)
-    assert state.clock_mhz == HIGH_MHZ
-    state.advance(A40, 50.016)
-    assert state.clock_mhz == 1305
+    for time_s, clock_mhz in sets:
+        state.advance(A40, time_s)
+        state.set_clock(A40, clock_mhz)
+    assert state.pending_clock_mhz == sets[-1][1]
+    for time_s, clock_mhz in clocks_mhz:
+        state.advance(A40, time_s)
+        assert state.clock_mhz == clock_mhz
+    assert state.pending_clock_mhz == NO_CLOCK
 
 
 def test_a_slowdown_stretches_the_work_and_not_its_power() -> None:

@@ -66,7 +66,9 @@ def test_full_kv_cache_keeps_requests_waiting() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 900), st.integers(1, 40)), min_size=1, max_size=20))
 def test_every_token_is_generated_and_nothing_is_left(drawn: list[tuple[float, int, int]]) -> None:
+    # The last one needs the whole cache, so nothing of the others may be left there.
     requests = [Request(*each) for each in sorted(drawn)]
+    requests.append(Request(5.0, LIMITS.kv_capacity_tokens - 1, 1))
     engine = Engine(TABLE, LIMITS, requests)
     reports = []
     for i in range(1, 80):
@@ -79,7 +81,7 @@ def test_every_token_is_generated_and_nothing_is_left(drawn: list[tuple[float, i
     assert totals.prompt_tokens == sum(request.prompt_tokens for request in requests)
     assert len(totals.ttft) == len(requests)
     assert sum(count for _, _, count in totals.itl) == totals.generated_tokens - len(requests)
-    assert (engine._context, engine._reserved) == (0, 0)
+    assert engine.occupancy == (0, 0, 0.0)
     # What it reported adds up to the totals.
     assert sum(report.generation_tokens for report in reports) == totals.generated_tokens
     assert sum((r.power_w or 0) * r.length_s for r in reports) == pytest.approx(totals.energy_j, rel=1e-3)

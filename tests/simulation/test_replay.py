@@ -12,12 +12,12 @@ from perseus.service.fleet.signals.series import Signal
 from perseus.simulation.replay import (
     Fleet,
     Forecast,
+    Forecasts,
     Replay,
     ReplayedBudget,
     ReplayedJob,
     ReplayedPolicy,
     Straggler,
-    _Forecasts,
     replay,
 )
 from perseus.solver import Frontier, solve
@@ -136,7 +136,7 @@ def test_forecasts_are_of_the_method_asked_for() -> None:
     signal = Signal(SignalKind.PRICE, [HOUR_S * hour for hour in range(200)], values)
 
     def ahead(method: Forecast) -> list[float]:
-        found = _Forecasts({SignalKind.PRICE: signal}, method).ahead(SignalKind.PRICE, 150 * HOUR_S)
+        found = Forecasts({SignalKind.PRICE: signal}, method).ahead(SignalKind.PRICE, 150 * HOUR_S)
         assert found is not None
         assert len(found) == 72
         return list(found)

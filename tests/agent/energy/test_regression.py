@@ -60,24 +60,43 @@ def errors(simulations: Iterator[Simulation]) -> tuple[dict[str, list[float]], d
 
 
 @pytest.mark.parametrize(
-    ("program", "iterations"),
+    ("program", "options", "tolerance", "wait_tolerance", "share"),
     [
-        pytest.param(LONG, 70, id="50 and 100 ms, with 30 ms waits"),
+        pytest.param(LONG, {"iterations": 70}, 0.05, 0.10, 0.95, id="50 and 100 ms, with 30 ms waits"),
         *(
-            pytest.param(stage_program(stage), iterations, id=f"24 and 48 ms, {iterations} of stage {stage}")
+            pytest.param(
+                stage_program(stage), {"iterations": count}, 0.05, 0.10, 0.95, id=f"{count} of {stage}"
+            )
             for stage in (0, 3)
-            for iterations in (3, 4)
+            for count in (3, 4)
+        ),
+        *(
+            pytest.param(
+                stage_program(1),
+                {"iterations": 6, "counter_jitter_s": jitter_s},
+                0.05,
+                0.05,
+                0.9,
+                id=f"a counter whose update period varies by {1000 * jitter_s:g} ms",
+            )
+            for jitter_s in (0.001, 0.030)
         ),
     ],
 )
 def test_powers_are_accurate_and_their_errors_as_stated(
-    program: list[tuple[str, float]], iterations: int
+    program: list[tuple[str, float]],
+    options: dict[str, Any],
+    tolerance: float,
+    wait_tolerance: float,
+    share: float,
 ) -> None:
-    relative, standardised = errors(simulate(program, seed=seed, iterations=iterations) for seed in SEEDS)
-    for key, tolerance in (("forward", 0.05), ("backward", 0.05), ("wait", 0.10)):
-        assert np.mean(np.abs(relative[key]) <= tolerance) >= 0.95
+    """`share`: of the seeds in which a power is within its tolerance."""
+    relative, standardised = errors(simulate(program, seed=seed, **options) for seed in SEEDS)
+    for key, most in (("forward", tolerance), ("backward", tolerance), ("wait", wait_tolerance)):
+        assert np.mean(np.abs(relative[key]) <= most) >= share
         assert np.mean(np.abs(standardised[key]) <= 2) >= 0.90
-        assert np.abs(np.mean(standardised[key])) <= 0.6  # no bias: 4 standard errors of this mean
+        if "counter_jitter_s" not in options:
+            assert np.abs(np.mean(standardised[key])) <= 0.6  # no bias: 4 standard errors of this mean
 
 
 def test_standard_errors_nearly_hold_where_power_varies_from_computation_to_computation() -> None:
@@ -129,39 +148,6 @@ def test_occasional_late_marks_do_little_harm(stage: int) -> None:
         errors_of_forward.append(result.power_w["forward"].value / POWER_W["forward"] - 1)
     assert dropped_count > 0
     assert np.quantile(np.abs(errors_of_forward), 0.8) <= 0.01
-
-
-@pytest.mark.parametrize("counter_jitter_s", [0.001, 0.030])
-def test_a_counter_without_a_steady_update_period_gives_honest_answers(counter_jitter_s: float) -> None:
-    program = stage_program(1)
-    relative, standardised = errors(
-        simulate(program, seed=seed, iterations=6, counter_jitter_s=counter_jitter_s) for seed in SEEDS
-    )
-    for key in POWER_W:
-        assert np.mean(np.abs(relative[key]) <= 0.05) >= 0.9
-        assert np.mean(np.abs(standardised[key]) <= 2) >= 0.9
-
-
-def test_interpolating_at_the_edges_is_biased_where_the_regression_is_not() -> None:
-    simulation = simulate(LONG, seed=0, iterations=200)
-    waits = [
-        Span("wait", before.end_s, after.begin_s)
-        for before, after in pairwise(simulation.spans)
-        if after.begin_s > before.end_s
-    ]
-    energy_j, time_s = dict.fromkeys(POWER_W, 0.0), dict.fromkeys(POWER_W, 0.0)
-    for span in [*simulation.spans, *waits]:
-        at_begin_j = cumulative_energy_j(simulation.changes, span.begin_s)
-        at_end_j = cumulative_energy_j(simulation.changes, span.end_s)
-        if at_begin_j is not None and at_end_j is not None:
-            energy_j[span.key] += at_end_j - at_begin_j
-            time_s[span.key] += span.end_s - span.begin_s
-    bias = {key: energy_j[key] / time_s[key] / POWER_W[key] - 1 for key in POWER_W}
-    assert bias["forward"] < -0.15
-    assert bias["backward"] < -0.10
-    assert bias["wait"] > 1.0
-    for key, power_w in powers_w(fit(simulation)).items():
-        assert power_w.value == pytest.approx(POWER_W[key], rel=0.03)
 
 
 def test_without_an_update_period_the_standard_errors_follow_the_poll_interval() -> None:

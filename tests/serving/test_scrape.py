@@ -174,6 +174,9 @@ def test_tgi_by_its_queue_and_its_steps() -> None:
     assert stats.itl_sum_s == pytest.approx(0.4)
 
 
+IDLE = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -184,21 +187,14 @@ def test_tgi_by_its_queue_and_its_steps() -> None:
         ("vllm:num_requests_running NaN\nvllm:num_requests_waiting 0\n", "from 0 to 1e\\+18, found nan"),
         *(
             (
-                "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
-                f"vllm:iteration_tokens_total_count {value}\n",
+                f"{IDLE}vllm:iteration_tokens_total_count {value}\n",
                 "expected vllm:iteration_tokens_total_count from 0 to",
             )
             for value in ("NaN", "+Inf", "-1", "1e308")
         ),
-        (
-            "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
-            'vllm:time_to_first_token_seconds_bucket{le="NaN"} 0\n',
-            "a bucket's bound",
-        ),
-        (
-            "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
-            'vllm:time_to_first_token_seconds_bucket{le="x"} 0\n',
-            "a bucket's bound",
+        *(
+            (f'{IDLE}vllm:time_to_first_token_seconds_bucket{{le="{bound}"}} 0\n', "a bucket's bound")
+            for bound in ("NaN", "x")
         ),
     ],
 )

@@ -24,8 +24,8 @@ from perseus.solver import (
 )
 from tests.solver.pipelines import arcs_of, little_search, measurements, pipelines, small_pipeline
 
-FAST_AND_SLOW = measurements((1400, 1.0, 300.0), (1000, 1.4, 200.0))
-PROFILES = {"model": FAST_AND_SLOW}
+CURVE = measurements((1400, 1.0, 300.0), (1000, 1.4, 200.0))
+PROFILES = {"model": CURVE}
 
 
 def graph_of(pipeline: Pipeline) -> ComputationGraph:
@@ -230,7 +230,7 @@ RESOURCES = {"gpu": 80.0}
             "profile 'empty': expected at least one measured clock, found none",
         ),
         (
-            {"profiles": {"model": (*FAST_AND_SLOW, Measurement(1000, 2.0, 100.0))}},
+            {"profiles": {"model": (*CURVE, Measurement(1000, 2.0, 100.0))}},
             ProfileError,
             "profile 'model': expected one measurement per clock, found 2 at 1000 MHz",
         ),

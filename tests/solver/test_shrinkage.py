@@ -1,5 +1,7 @@
 """Noisy measurements are shrunk to their expectations."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -46,15 +48,6 @@ def test_noise_on_a_smooth_curve_becomes_less_than_half(share: float) -> None:
     assert np.all(np.mean(found, axis=0) < np.mean(raw, axis=0) / 2)
 
 
-def test_standard_errors_match_the_errors_of_expectations() -> None:
-    deviations = [
-        (m.time_s - smooth(m.clock_mhz)[0]) / m.time_se_s
-        for seed in range(20)
-        for m in shrink(noisy(0.01, seed))
-    ]
-    assert 0.6 < np.std(deviations) < 1.4
-
-
 def repeated(share: float, repetitions: int, seed: int, clocks_mhz: range = CLOCKS_MHZ) -> list[Measurement]:
     """Means of repetitions, with standard errors that are estimated from their scatter."""
     random = np.random.default_rng(seed)
@@ -66,14 +59,23 @@ def repeated(share: float, repetitions: int, seed: int, clocks_mhz: range = CLOC
     return found
 
 
-@pytest.mark.parametrize("repetitions", [3, 5])
-def test_standard_errors_that_are_estimated_from_few_repetitions_are_not_taken_at_face_value(
-    repetitions: int,
+@pytest.mark.parametrize(
+    "measured",
+    [
+        lambda seed: noisy(0.01, seed),
+        lambda seed: repeated(0.02, 3, seed),
+        lambda seed: repeated(0.02, 5, seed),
+    ],
+    ids=["known", "estimated from 3 repetitions", "estimated from 5"],
+)
+def test_standard_errors_match_the_errors_of_expectations(
+    measured: Callable[[int], list[Measurement]],
 ) -> None:
+    """Those that are estimated from few repetitions are not taken at face value."""
     deviations = [
         (m.time_s - smooth(m.clock_mhz)[0]) / m.time_se_s
-        for seed in range(10)
-        for m in shrink(repeated(0.02, repetitions, seed))
+        for seed in range(15)
+        for m in shrink(measured(seed))
     ]
     assert 0.6 < np.std(deviations) < 1.4
     assert np.mean(np.abs(deviations) > 3) < 0.02

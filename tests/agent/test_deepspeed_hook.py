@@ -83,7 +83,7 @@ class Engine:
 ITERATION = iteration_of((FORWARD, 0), (BACKWARD, 0), (FORWARD, 1), (BACKWARD, 1))
 
 
-def test_an_engine_is_marked_and_works_as_before(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_works_as_before_and_evaluations_are_not_marked(caplog: pytest.LogCaptureFixture) -> None:
     marks, engine = MarksStub(), Engine()
     mark_engine(attached(marks, table=table_of(TwoMicrobatches())), engine)
     assert engine.train_batch("data") == "loss of data"
@@ -93,17 +93,6 @@ def test_an_engine_is_marked_and_works_as_before(caplog: pytest.LogCaptureFixtur
     batch = ["F0", "B0", "F0", "B0", "step"]
     assert engine.done == [*batch, "F1", *batch]
     assert not caplog.records, "the engine's table says the same"
-
-
-def test_detaching_leaves_the_engine_as_it_was() -> None:
-    marks, engine = MarksStub(), Engine()
-    attachment = attached(marks)
-    mark_engine(attachment, engine)
-    assert engine._INSTRUCTION_MAP is not Engine._INSTRUCTION_MAP
-    attachment.detach()
-    assert vars(engine) == {"done": []}
-    engine.train_batch()
-    assert marks.calls == [("finish",), ("close",)]
 
 
 def test_the_table_has_the_microbatch_of_every_computation() -> None:

@@ -152,17 +152,6 @@ def test_forward_only_iterations_are_not_marked() -> None:
     assert marks.calls == []
 
 
-def test_detaching_puts_the_functions_back() -> None:
-    marks, megatron = MarksStub(), Megatron("0.16", ONE_CHUNK)
-    before = dict(vars(megatron.module))
-    attachment = attached(marks)
-    MarkedSchedules(megatron.module, lambda: None).mark(attachment)
-    assert {name for name, value in vars(megatron.module).items() if value is not before[name]} == set(before)
-    attachment.detach()
-    assert vars(megatron.module) == before
-    assert marks.calls == [("finish",), ("close",)]
-
-
 def test_an_iteration_that_fails_is_not_ended_and_the_next_one_is_whole() -> None:
     errors = [RuntimeError("out of memory")]
 

@@ -1,11 +1,11 @@
 """Random pipelines, the published profiles, and two independent judges: a replay and a linear program."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path as FilePath
-from typing import Any, NamedTuple
+from typing import Any
 
 import highspy
 import numpy as np
@@ -97,31 +97,25 @@ def small_pipeline(blocking_power_w: float = 50.0) -> Pipeline:
     return Pipeline(one_f_one_b(2, 2), profiles, (blocking_power_w, blocking_power_w))
 
 
-class _Waits(NamedTuple):
-    """A computation's dependencies besides its stage's order, independently from the definition."""
-
-    orders: tuple[tuple[Computation, ...], ...]
-    paths: tuple[Path, ...]
-
-    def of(self, c: Computation) -> list[Computation]:
-        everything = {one for order in self.orders for one in order}
-        if c.kind is Kind.FIXED:
-            return []
-        (path,) = (path for path in self.paths if (c.stage, c.chunk) in path)
-        place = path.index((c.stage, c.chunk))
-        wanted: list[tuple[tuple[int, int], Kind]] = []
-        if c.kind is Kind.FORWARD and place:
-            wanted = [(path[place - 1], Kind.FORWARD)]
-        elif c.kind is Kind.RECOMPUTATION:
-            wanted = [(path[place], Kind.FORWARD)]
-        elif c.kind is Kind.BACKWARD_WEIGHT:
-            wanted = [(path[place], Kind.BACKWARD_INPUT)]
-        elif c.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            wanted = [(path[place], Kind.FORWARD), (path[place], Kind.RECOMPUTATION)]
-            if place + 1 < len(path):
-                wanted += [(path[place + 1], Kind.BACKWARD), (path[place + 1], Kind.BACKWARD_INPUT)]
-        found = [Computation(stage, kind, c.microbatch, chunk) for (stage, chunk), kind in wanted]
-        return [one for one in found if one in everything]
+def awaited(c: Computation, everything: Collection[Computation], paths: Sequence[Path]) -> list[Computation]:
+    """Return a computation's dependencies besides its stage's order, independently from the definition."""
+    if c.kind is Kind.FIXED:
+        return []
+    (path,) = (path for path in paths if (c.stage, c.chunk) in path)
+    place = path.index((c.stage, c.chunk))
+    wanted: list[tuple[tuple[int, int], Kind]] = []
+    if c.kind is Kind.FORWARD and place:
+        wanted = [(path[place - 1], Kind.FORWARD)]
+    elif c.kind is Kind.RECOMPUTATION:
+        wanted = [(path[place], Kind.FORWARD)]
+    elif c.kind is Kind.BACKWARD_WEIGHT:
+        wanted = [(path[place], Kind.BACKWARD_INPUT)]
+    elif c.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+        wanted = [(path[place], Kind.FORWARD), (path[place], Kind.RECOMPUTATION)]
+        if place + 1 < len(path):
+            wanted += [(path[place + 1], Kind.BACKWARD), (path[place + 1], Kind.BACKWARD_INPUT)]
+    earlier = [Computation(stage, kind, c.microbatch, chunk) for (stage, chunk), kind in wanted]
+    return [each for each in earlier if each in everything]
 
 
 @st.composite
@@ -148,8 +142,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
     )
     cut = draw(st.integers(1, len(places)))
     paths = tuple(path for path in (tuple(places[:cut]), tuple(places[cut:])) if path)
-    waits = _Waits((tuple(pending), *[()] * (stage_count - 1)), paths)
-    waiting_for = {c: set(waits.of(c)) for c in pending}
+    everything = {*pending}
+    waiting_for = {c: set(awaited(c, everything, paths)) for c in pending}
     orders: list[list[Computation]] = [[] for _ in range(stage_count)]
     random = draw(st.randoms(use_true_random=False))
     while waiting_for:
@@ -198,13 +192,13 @@ def _further_pairs(schedule: Schedule) -> st.SearchStrategy[list[tuple[Computati
 
 def arcs_of(pipeline: Pipeline) -> list[tuple[Computation, Computation, float]]:
     """All (earlier, later, lag in s)."""
-    orders = pipeline.schedule.orders
-    waits = _Waits(orders, pipeline.schedule.paths)
-    arcs = [(a, b, 0.0) for order in orders for a, b in pairwise(order)]
+    everything, paths = {*pipeline.schedule.computations}, pipeline.schedule.paths
+    arcs = [(a, b, 0.0) for order in pipeline.schedule.orders for a, b in pairwise(order)]
     arcs += [(earlier, later, lag_s) for (earlier, later), lag_s in pipeline.extra_lags_s.items()]
     for later in pipeline.schedule.computations:
         lags_s = pipeline.activation_lags_s if later.kind is Kind.FORWARD else pipeline.gradient_lags_s
-        arcs += [(one, later, lags_s.get((one.stage, later.stage), 0.0)) for one in waits.of(later)]
+        for earlier in awaited(later, everything, paths):
+            arcs.append((earlier, later, lags_s.get((earlier.stage, later.stage), 0.0)))
     return arcs
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 from hypothesis import given
@@ -16,10 +16,9 @@ from perseus.solver import (
     ScheduleError,
     early_recomputation,
     gpipe,
-    interleaved_one_forward_one_backward,
     one_forward_one_backward,
-    zero_bubble_h1,
 )
+from tests.solver.pipelines import awaited, schedules
 
 LETTERS = {
     "F": Kind.FORWARD,
@@ -194,47 +193,20 @@ def test_checks_are_linear_in_the_size_of_the_schedule(
     assert calls_of(lambda: Schedule(large)) < 4.4 * calls_of(lambda: Schedule(small))
 
 
-@given(
-    schedule=st.one_of(
-        st.builds(one_forward_one_backward, st.integers(1, 5), st.integers(1, 8)),
-        st.builds(zero_bubble_h1, st.integers(1, 4), st.integers(1, 8)),
-        st.builds(early_recomputation, st.integers(1, 4), st.integers(1, 8)),
-        st.builds(
-            lambda stages, groups, chunks: interleaved_one_forward_one_backward(
-                stages, stages * groups, chunks
-            ),
-            st.integers(1, 3),
-            st.integers(1, 3),
-            st.integers(1, 3),
-        ),
-    )
-)
+@given(schedule=schedules())
 def test_arcs_and_levels_follow_their_definitions(schedule: Schedule) -> None:
     computations = list(schedule.computations)
     named = tuple((computations[earlier], computations[later]) for earlier, later in schedule.arcs.tolist())
     assert named == schedule.dependencies
-    levels = dict(zip(computations, schedule.levels.tolist(), strict=True))
     waits_for: dict[Computation, list[Computation]] = {c: [] for c in computations}
-    for pairs in (schedule.dependencies, *map(pairwise, schedule.orders)):
-        for earlier, later in pairs:
-            waits_for[later].append(earlier)
-    for computation, awaited in waits_for.items():
-        assert levels[computation] == 1 + max((levels[earlier] for earlier in awaited), default=-1)
-        # The implied dependencies: forwards down the path, gradients up.
-        others = {c for c in awaited if c.stage != computation.stage}
-        assert all(c.microbatch == computation.microbatch for c in others)
-        assert len(others) <= 1
-    last = schedule.stage_count - 1
-    chunk_count = 1 + max(c.chunk for c in computations)
     for c in computations:
-        inputs = [each for each in waits_for[c] if each.stage != c.stage]
-        begins = c.kind is Kind.FORWARD and (c.stage, c.chunk) == (0, 0)
-        turns = c.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and (c.stage, c.chunk) == (
-            last,
-            chunk_count - 1,
-        )
-        alone = c.kind in (Kind.RECOMPUTATION, Kind.BACKWARD_WEIGHT) or last == 0
-        assert bool(inputs) is not (begins or turns or alone)
+        waits_for[c] += awaited(c, waits_for, schedule.paths)
+    assert set(named) == {(a, b) for b in computations for a in waits_for[b] if a.stage != b.stage}
+    for earlier, later in chain.from_iterable(map(pairwise, schedule.orders)):
+        waits_for[later].append(earlier)
+    levels = dict(zip(computations, schedule.levels.tolist(), strict=True))
+    for c in computations:
+        assert levels[c] == 1 + max((levels[earlier] for earlier in waits_for[c]), default=-1)
 
 
 def test_numbers_may_have_large_gaps() -> None:

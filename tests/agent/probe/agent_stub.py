@@ -58,7 +58,7 @@ class AgentStub:
 def connect(path: Path, stage: int = 0, **more: Any) -> Probe:
     """Return the probe of a rank; `more`: arguments that differ from a usual rank's."""
     rank = {"job_id": "job", "pipeline": 0, "stage": stage, "gpu_uuid": "GPU-1", "timeout_s": 5, **more}
-    return Probe.connect(path, **rank)  # type: ignore[arg-type]
+    return Probe.connect(path, **rank)
 
 
 def iterate(probe: Probe, count: int = 1) -> None:

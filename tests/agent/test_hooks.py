@@ -57,7 +57,7 @@ def test_every_computation_arrives_under_its_identity(standing: Callable[[], Sta
     expected = iterate()
     hook(attached(marks))
     assert [iterate(), iterate()] == [expected, expected]
-    iteration = iteration_of(*ORDERS[standing])  # type: ignore[index]
+    iteration = iteration_of(*ORDERS[standing])
     assert marks.calls == [*iteration, ("register",), *iteration]
 
 

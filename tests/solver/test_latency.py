@@ -65,7 +65,8 @@ def test_clocks_come_late_by_the_latency(
     clocks_mhz: tuple[int, ...], latency_s: float, iteration_time_s: float, set_count: int
 ) -> None:
     late = replay_with_latency(*one_stage(*clocks_mhz), latency_s)
-    assert (late.iteration_time_s, late.set_count) == (pytest.approx(iteration_time_s), set_count)
+    assert late.iteration_time_s == pytest.approx(iteration_time_s)
+    assert late.set_count == set_count
 
 
 def test_energy_and_time_on_the_planned_clock_are_shares_of_the_work() -> None:

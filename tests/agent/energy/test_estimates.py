@@ -40,6 +40,7 @@ def test_energies_and_blocking_power_are_right_within_their_stated_errors(
         made = estimated(program, iterations, seed, duration_noise=duration_noise)
         assert {sample.kind for sample in made.samples} == {Kind.FORWARD, Kind.BACKWARD}
         assert made.undetermined == ()
+        assert made.blocking_power_w is not None
         assert made.blocking_power_w == pytest.approx(POWER_W["wait"], rel=0.1)
         deviations.append((made.blocking_power_w - POWER_W["wait"]) / made.blocking_power_se_w)
         for sample in made.samples:

@@ -1,11 +1,13 @@
 """Every test with a `database` runs on each engine."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from perseus.service.storage.sql_store import SqlStore
 from tests.service.storage import postgresql
+from tests.service.storage.stores import opened
 
 
 @pytest.fixture(scope="session")
@@ -16,10 +18,27 @@ def postgresql_server() -> Iterator[postgresql.Server]:
         yield server
 
 
+@pytest.fixture
+def url(postgresql_server: postgresql.Server) -> str:
+    """An empty database on a server."""
+    return postgresql_server.new_database()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """An empty database in a file, for what concerns all engines alike, or SQLite alone."""
+    return tmp_path / "jobs.db"
+
+
 @pytest.fixture(params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
+def database(request: pytest.FixtureRequest) -> Path | str:
     """An empty database, as settings name it."""
-    if request.param == "sqlite":
-        return tmp_path / "jobs.db"
-    server: postgresql.Server = request.getfixturevalue("postgresql_server")
-    return server.new_database()
+    found: Path | str = request.getfixturevalue("path" if request.param == "sqlite" else "url")
+    return found
+
+
+@pytest.fixture
+async def store(database: Path | str) -> AsyncIterator[SqlStore]:
+    """An open store on it."""
+    async with opened(database) as store:
+        yield store

@@ -3,56 +3,30 @@
 import asyncio
 import io
 import json
-import sqlite3
-from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
 import pytest
 
 from perseus.job_id import slot_of
-from perseus.service.domain.commands import Announce, Store
 from perseus.service.domain.members import Slot
-from perseus.service.domain.model import JobState
 from perseus.service.domain.principals import Grant, Scope, Token
-from perseus.service.domain.records import StoredJob
 from perseus.service.storage import archive
 from perseus.service.storage.archive import ArchiveError, export_database, import_database
 from perseus.service.storage.checking import check_database
 from perseus.service.storage.membership import MemberRows
 from perseus.service.storage.schema import HEAD
-from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import Entry, EventEntry, JobEntry, NewRun, TelemetrySequence, TokenEntry
-from tests.service.service_fakes import Cluster, make_spec
+from perseus.service.storage.store import Entry, NewRun, TelemetrySequence, TokenEntry
+from tests.service.service_fakes import make_spec
 from tests.service.storage import postgresql
+from tests.service.storage.stores import entries_of, execute, fill, opened, planned_cluster, stored_jobs
 
 TOKEN = Token("operator", "digest", Grant(Scope.OPERATOR), 0.0)
 
 
-def planned_job() -> list[Entry]:
-    cluster = Cluster(make_spec())
-    cluster.join_all()
-    cluster.iterate_until(JobState.PLANNED)
-    entries: list[Entry] = [NewRun(cluster.spec, 1, 12.5), TelemetrySequence("agent", 7)]
-    for command in cluster.history:
-        if isinstance(command, Store):
-            entries.append(JobEntry("job", 1, command.record))
-        elif isinstance(command, Announce):
-            entries.append(EventEntry("job", 1, command.event))
-    return entries
-
-
-def fill(database: Path | str, entries: Sequence[Entry]) -> str:
-    """Return the commit marker after the write."""
-
-    async def write() -> str:
-        store = await SqlStore.open(database)
-        await store.write(entries)
-        marker = store.commit_marker
-        await store.close()
-        return marker
-
-    return asyncio.run(write())
+def fill_planned(database: Path | str) -> str:
+    entries = [*entries_of(planned_cluster()), TelemetrySequence("agent", 7)]
+    return asyncio.run(fill(database, *entries))
 
 
 def exported(database: Path | str) -> str:
@@ -63,34 +37,27 @@ def exported(database: Path | str) -> str:
     return text
 
 
-def test_exports_are_the_same_from_every_engine(database: Path | str, tmp_path: Path) -> None:
-    marker = fill(database, planned_job())
-    text = exported(database)
-    other = tmp_path / "other.db"
-    assert import_database(other, io.StringIO(text)) == text.count("\n") - 2
-    assert exported(other) == text
-    assert check_database(other) == check_database(database) == []
+def test_an_export_is_the_same_from_every_engine_and_imported_by_each(
+    database: Path | str, tmp_path: Path
+) -> None:
+    source, other = tmp_path / "source.db", tmp_path / "other.db"
+    marker = fill_planned(source)
+    text = exported(source)
+    assert json.loads(text.splitlines()[0]) == {"format": "perseus-store", "schema": HEAD, "slot_count": 1}
+    for target, exporter in ((database, source), (other, database)):
+        assert import_database(target, io.StringIO(exported(exporter))) == text.count("\n") - 2
+        assert check_database(target) == []
+        assert exported(target) == text, "and the check changes nothing"
 
     async def is_marker_known() -> bool:
-        store = await SqlStore.open(other)
-        try:
+        async with opened(other) as store:
             return not store.has_lost(marker)
-        finally:
-            await store.close()
 
     assert asyncio.run(is_marker_known())
 
 
-def test_every_engine_imports_an_export_of_sqlite(database: Path | str, tmp_path: Path) -> None:
-    source = tmp_path / "source.db"
-    fill(source, planned_job())
-    text = exported(source)
-    import_database(database, io.StringIO(text))
-    assert exported(database) == text
-
-
 def test_a_database_that_is_not_empty_is_not_filled(database: Path | str) -> None:
-    fill(database, [NewRun(make_spec(), 1, 1.0)])
+    asyncio.run(fill(database, NewRun(make_spec(), 1, 1.0)))
     text = exported(database)
     with pytest.raises(ArchiveError, match="expected an empty database, found rows in its table "):
         import_database(database, io.StringIO(text))
@@ -131,7 +98,7 @@ def test_a_database_that_is_not_empty_is_not_filled(database: Path | str) -> Non
 )
 def test_a_damaged_file_is_refused_and_nothing_of_it_stays(tmp_path: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
     source, target = tmp_path / "source.db", tmp_path / "target.db"
-    fill(source, planned_job())
+    fill_planned(source)
     lines = exported(source).splitlines()
     with pytest.raises(ArchiveError, match=message):
         import_database(target, io.StringIO("\n".join(change(lines))))
@@ -168,24 +135,13 @@ def test_a_line_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
         ("UPDATE ranks SET rank = json_set(rank, '$[1].offered_version', 9999)", "expected versions up to"),
     ],
 )
-def test_the_check_finds_faults(tmp_path: Path, statement: str, finding: str) -> None:
-    path = tmp_path / "jobs.db"
-    fill(path, planned_job())
+def test_the_check_finds_faults(path: Path, statement: str, finding: str) -> None:
+    fill_planned(path)
     assert check_database(path) == []
-    with sqlite3.connect(path) as connection:
-        connection.execute(statement)
-    connection.close()
+    execute(path, statement)
     findings = check_database(path)
     assert any(finding in line for line in findings), findings
     assert all("\n" not in line for line in findings)
-
-
-def test_the_check_changes_nothing(database: Path | str) -> None:
-    fill(database, planned_job())
-    before = exported(database)
-    assert check_database(database) == []
-    assert exported(database) == before
-    assert json.loads(before.splitlines()[0]) == {"format": "perseus-store", "schema": HEAD, "slot_count": 1}
 
 
 async def test_jobs_of_one_slot_are_spread_over_several_and_go_on(
@@ -194,10 +150,9 @@ async def test_jobs_of_one_slot_are_spread_over_several_and_go_on(
     source, target = tmp_path / "source.db", postgresql_server.new_database()
     jobs = {slot: next(each for each in map(str, count()) if slot_of(each, 2) == slot) for slot in range(2)}
     entries: list[Entry] = [NewRun(make_spec(job_id), 1, 12.5) for job_id in jobs.values()]
-    store = await SqlStore.open(source)
-    await store.write([*entries, TelemetrySequence("agent", 7), TokenEntry(TOKEN)])
-    marker, epoch = store.commit_marker, await store.epoch()
-    await store.close()
+    async with opened(source) as store:
+        await store.write([*entries, TelemetrySequence("agent", 7), TokenEntry(TOKEN)])
+        marker, epoch = store.commit_marker, await store.epoch()
     text = await asyncio.to_thread(exported, source)
     with pytest.raises(ArchiveError, match="expected an empty database"):
         await asyncio.to_thread(import_database, source, io.StringIO(text))
@@ -207,14 +162,11 @@ async def test_jobs_of_one_slot_are_spread_over_several_and_go_on(
         rows = await asyncio.to_thread(MemberRows, target, 30.0, 2)
         rows.join("", "")
         assert rows.take(slot, 0) == 1
-        own = await SqlStore.open(target, fence=Slot(slot, rows.member_id, 1))
-        (found,) = await own.load_jobs()
-        assert isinstance(found, StoredJob)
-        assert found.spec.job_id == job_id
-        assert await own.telemetry_sequence("agent") == 7
-        assert (await own.epoch(), own.has_lost(marker)) == (epoch, False)
-        assert await own.load_tokens() == [TOKEN]
-        await own.close()
+        async with opened(target, fence=Slot(slot, rows.member_id, 1)) as own:
+            assert [job.spec.job_id for job in await stored_jobs(own)] == [job_id]
+            assert await own.telemetry_sequence("agent") == 7
+            assert (await own.epoch(), own.has_lost(marker)) == (epoch, False)
+            assert await own.load_tokens() == [TOKEN]
         rows.depart()
         rows.close()
     both = await asyncio.to_thread(exported, target)

@@ -17,9 +17,8 @@ from perseus.service.domain.errors import (
     StoreFailedError,
 )
 from perseus.service.domain.ledger import HourFilter
-from perseus.service.domain.members import Slot
 from perseus.service.domain.model import HoldClocks, PipelineOffer
-from perseus.service.domain.records import OfferRecord, StoredJob
+from perseus.service.domain.records import OfferRecord
 from perseus.service.storage import schema, sql_store
 from perseus.service.storage.archive import import_database
 from perseus.service.storage.engines import connect
@@ -29,6 +28,7 @@ from perseus.service.storage.store import EventEntry, JobEntry, NewRun, Telemetr
 from perseus.v1 import event_pb2
 from tests.service.service_fakes import make_spec
 from tests.service.storage.postgresql import Server
+from tests.service.storage.stores import LEASE_S, held_slots, opened, stored_run
 
 DEFAULTS = {
     "default_transaction_isolation": "serializable",
@@ -41,12 +41,6 @@ DEFAULTS = {
     "extra_float_digits": "-10",
     "synchronous_commit": "off",
 }
-LEASE_S = 30.0
-
-
-@pytest.fixture
-def url(postgresql_server: Server) -> str:
-    return postgresql_server.new_database()
 
 
 def run(url: str, *statements: str) -> None:
@@ -59,8 +53,8 @@ async def test_defaults_of_server_database_and_role_are_not_inherited(url: str) 
     name = make_url(url).database
     run(url, *(f"ALTER DATABASE {name} SET {key} = '{value}'" for key, value in DEFAULTS.items()))
     for is_read_only in (False, True):
-        opened = connect(url, is_read_only=is_read_only)
-        connection = opened.connection
+        session = connect(url, is_read_only=is_read_only)
+        connection = session.connection
         found = {key: connection.scalar(text(f"SHOW {key}")) for key in DEFAULTS}
         isolation, read_only = ("repeatable read", "on") if is_read_only else ("read committed", "off")
         assert found.pop("default_transaction_read_only") == read_only
@@ -70,22 +64,21 @@ async def test_defaults_of_server_database_and_role_are_not_inherited(url: str) 
         connection.execute(text("SELECT pg_sleep(0.2)"))
         await asyncio.sleep(0.2)
         assert connection.scalar(text("SELECT 'ɸ' || (0.1::float8 + 0.2::float8)")) == f"ɸ{0.1 + 0.2}"
-        opened.close()
+        session.close()
     member = await asyncio.to_thread(MemberRows, url, LEASE_S)
-    store = await SqlStore.open(url)
-    await asyncio.to_thread(member.join, "ɸ:1", "")
-    await store.write([TelemetrySequence("agent", 7, "ɸ")])
-    assert await store.telemetry_principal("agent") == "ɸ"
-    await store.close()
+    async with opened(url) as store:
+        await asyncio.to_thread(member.join, "ɸ:1", "")
+        await store.write([TelemetrySequence("agent", 7, "ɸ")])
+        assert await store.telemetry_principal("agent") == "ɸ"
     member.close()
 
 
 @pytest.mark.parametrize("limit_s", [0.0, 0.25])
 def test_how_long_a_statement_waits_for_a_lock_is_the_connections(url: str, limit_s: float) -> None:
-    opened = connect(url, lock_limit_s=limit_s, statement_limit_s=2 * limit_s)
-    assert opened.connection.scalar(text("SHOW lock_timeout")) == ("250ms" if limit_s else "0")
-    assert opened.connection.scalar(text("SHOW statement_timeout")) == ("500ms" if limit_s else "0")
-    opened.close()
+    session = connect(url, lock_limit_s=limit_s, statement_limit_s=2 * limit_s)
+    assert session.connection.scalar(text("SHOW lock_timeout")) == ("250ms" if limit_s else "0")
+    assert session.connection.scalar(text("SHOW statement_timeout")) == ("500ms" if limit_s else "0")
+    session.close()
 
 
 @pytest.mark.parametrize("encoding", ["LATIN1", "SQL_ASCII"])
@@ -132,17 +125,12 @@ class Served:
 
 @pytest.fixture
 async def served(url: str) -> AsyncIterator[Served]:
-    member = await asyncio.to_thread(MemberRows, url, LEASE_S)
-    await asyncio.to_thread(member.join, "", "")
-    assert member.take(0, 0) == 1
-    store = await SqlStore.open(url, fence=Slot(0, member.member_id, 1))
-    await store.write([NewRun(make_spec(), 1, 1.0)])
-    made = Served(url, member, store)
-    yield made
-    made.watching.cancel()
-    await asyncio.gather(made.watching, return_exceptions=True)
-    await store.close()
-    member.close()
+    async with held_slots(url, 1) as slots:
+        await slots.stores[0].write([NewRun(make_spec(), 1, 1.0)])
+        made = Served(url, slots.members[0], slots.stores[0])
+        yield made
+        made.watching.cancel()
+        await asyncio.gather(made.watching, return_exceptions=True)
 
 
 def event(number: int) -> EventEntry:
@@ -238,9 +226,7 @@ async def test_a_commit_whose_answer_is_lost_is_made_exactly_once(
     await store.write([event(2), offered(1200)])
     assert await served.count_events() == 2
     assert store.commit_marker.split(".")[2] == "4"
-    stored = await store.load_run("job", 1)
-    assert isinstance(stored, StoredJob)
-    assert [record.offer for record in stored.offers] == [offer(1200)]
+    assert [record.offer for record in (await stored_run(store)).offers] == [offer(1200)]
 
 
 async def test_a_database_that_has_lost_commits_is_not_written_to(served: Served) -> None:

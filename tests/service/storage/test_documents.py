@@ -4,6 +4,7 @@ import asyncio
 import json
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,9 @@ from perseus.service.domain.specification import Registration
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
 from perseus.service.storage.checking import check_database
-from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import BudgetEntry, Entry, JobEntry, NewRun
+from perseus.service.storage.store import BudgetEntry, JobEntry, NewRun
 from tests.service.service_fakes import EPOCH, make_spec
-from tests.service.storage.test_archive import planned_job
+from tests.service.storage.stores import entries_of, execute, fill, opened, planned_cluster
 
 COLUMNS = [
     ("runs", "spec"),
@@ -40,30 +40,24 @@ BUDGET = BudgetRecord(Budget("budget", "hall-a", 1000.0, 1.0), "request", "token
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(path: Path) -> Path:
     """A database with a job that has everything, another that is new, and two budgets."""
-    path = tmp_path / "jobs.db"
-    entries: list[Entry] = [
-        *planned_job(),
-        JobEntry("job", 1, Registrations((Registration("request", "work", labels=(("a", "b"),)),))),
+    registrations = Registrations((Registration("request", "work", labels=(("a", "b"),)),))
+    entries = (
+        *entries_of(planned_cluster()),
+        JobEntry("job", 1, registrations),
         NewRun(make_spec("other"), 1, 1.0),
         BudgetEntry(BUDGET),
         BudgetEntry(BudgetRecord(Budget("other", "hall-b", 2000.0, 1.0), "request", "", 1.0)),
-    ]
-
-    async def fill() -> None:
-        store = await SqlStore.open(path)
-        await store.write(entries)
-        await store.close()
-
-    asyncio.run(fill())
+    )
+    asyncio.run(fill(path, *entries))
     return path
 
 
 def change(path: Path, table: str, column: str, changed: Callable[[Any], Any]) -> None:
     """Change a column's documents, of the job or budget not named other."""
     key = "budget_id" if table == "budgets" else "job_id"
-    with sqlite3.connect(path) as connection:
+    with closing(sqlite3.connect(path)) as connection, connection:
         found = connection.execute(f"SELECT DISTINCT {column} FROM {table} WHERE {key} <> 'other'").fetchall()
         assert found
         for (text,) in found:
@@ -71,15 +65,13 @@ def change(path: Path, table: str, column: str, changed: Callable[[Any], Any]) -
                 f"UPDATE {table} SET {column} = ? WHERE {column} = ?",
                 (json.dumps(changed(json.loads(text)), indent=1), text),
             )
-    connection.close()
 
 
 async def read(path: Path) -> tuple[StoredJob | RunSnapshot | UnreadableJob, BudgetRecord | UnreadableBudget]:
     """Return the one not named other, after a check that the others can be read."""
-    store = await SqlStore.open(path)
-    job, other_job = await store.load_jobs()
-    budget, other_budget = await store.load_budgets()
-    await store.close()
+    async with opened(path) as store:
+        job, other_job = await store.load_jobs()
+        budget, other_budget = await store.load_budgets()
     assert isinstance(other_job, StoredJob)
     assert isinstance(other_budget, BudgetRecord)
     return job, budget
@@ -104,16 +96,15 @@ async def test_a_field_that_was_added_later_is_ignored(path: Path) -> None:
 
 
 async def test_a_field_that_was_not_there_yet_has_its_default(path: Path) -> None:
-    def without_signal_target(document: Any) -> Any:
+    added_later = "signal_target", "percent"
+
+    def without(document: Any) -> Any:
         version, value = document
-        return [
-            version,
-            {name: part for name, part in value.items() if name not in ("signal_target", "percent")},
-        ]
+        return [version, {name: part for name, part in value.items() if name not in added_later}]
 
     before = await read(path)
-    change(path, "runs", "record", without_signal_target)
-    change(path, "budgets", "budget", without_signal_target)
+    change(path, "runs", "record", without)
+    change(path, "budgets", "budget", without)
     assert await read(path) == before
 
 
@@ -123,16 +114,12 @@ async def test_what_iterations_add_to_is_read_from_the_record_of_a_release_befor
     assert before.counters.profiling_cost.iteration_count > 0
     cost = asdict(before.counters.profiling_cost)
     change(path, "runs", "record", lambda document: [1, {**document[1], "profiling_cost": cost}])
-    with sqlite3.connect(path) as connection:
-        connection.execute("DELETE FROM counters")
-    connection.close()
+    execute(path, "DELETE FROM counters")
     after, _ = await read(path)
     assert isinstance(after, StoredJob)
     assert after == before
     _, commands = JobMachine.restore(after, Rules(), EPOCH, now_s=0.0, wall_time_s=14.5)
-    assert Store(after.counters) in commands, (
-        "or it would be lost with the record, which is stored without it"
-    )
+    assert Store(after.counters) in commands, "it is lost with the record, which is stored without it"
 
 
 @pytest.mark.parametrize(("table", "column"), COLUMNS)
@@ -160,11 +147,7 @@ async def test_a_job_with_a_document_of_a_later_version_is_unreadable_and_hides_
 async def test_a_job_with_an_unknown_value_is_unreadable_and_the_cause_names_it(
     path: Path, table: str, column: str, old: str, new: str, cause: str
 ) -> None:
-    with sqlite3.connect(path) as connection:
-        connection.execute(
-            f"UPDATE {table} SET {column} = replace({column}, ?, ?) WHERE job_id = 'job'", (old, new)
-        )
-    connection.close()
+    execute(path, f"UPDATE {table} SET {column} = replace({column}, '{old}', '{new}') WHERE job_id = 'job'")
     job, _ = await read(path)
     assert isinstance(job, UnreadableJob)
     assert cause in job.cause

@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -16,14 +17,13 @@ from perseus.service.domain.messages import time_from_proto, time_to_proto
 from perseus.service.domain.model import ALL_EVENTS, EventFilter
 from perseus.service.storage.reading import events_query
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import EventEntry, NewRun
+from perseus.service.storage.store import Entry, EventEntry, NewRun
 from perseus.v1 import event_pb2
 from perseus.v1.event_pb2 import JobEvent
 from tests.service.service_fakes import make_spec
+from tests.service.storage.stores import execute, fill, opened
 
 ALL = 10_000
-
-
 JOB_NUMBERS = count()
 
 
@@ -45,8 +45,9 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     asyncio.run(opened.close())
 
 
-def entries(job_id: str, run_number: int, found: Sequence[JobEvent]) -> list[EventEntry]:
-    return [EventEntry(job_id, run_number, event) for event in found]
+def entries(job_id: str, run_number: int, found: Sequence[JobEvent]) -> list[Entry]:
+    run = NewRun(make_spec(job_id), run_number, 1.0)
+    return [run, *(EventEntry(job_id, run_number, event) for event in found)]
 
 
 TIME = time_to_proto(1.7e9 + 1 / 3)
@@ -80,25 +81,19 @@ async def test_events_are_read_back_unchanged_even_of_a_later_version(store: Sql
         found = await store.events(job_id, 1, 0, ALL, wanted)
         return [event.SerializeToString() for event in found]
 
-    await store.write([NewRun(make_spec(job_id), 1, 1.0), *entries(job_id, 1, written)])
+    await store.write(entries(job_id, 1, written))
     assert await read(ALL_EVENTS) == [event.SerializeToString() for event in written]
     assert (await read(ALL_EVENTS))[-1].endswith(LATER_DETAILS)
     of_later_type = EventFilter([LATER_TYPE], start_time_s=1.7e9)
     assert await read(of_later_type) == [written[-1].SerializeToString()]
 
 
-async def test_an_unreadable_event_is_listed_with_its_known_parts(tmp_path: Path) -> None:
-    path = tmp_path / "jobs.db"
-    store = await SqlStore.open(path)
-    await store.write([NewRun(make_spec(), 1, 1.0), *entries("job", 1, KNOWN)])
-    await store.close()
-    with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE events SET event = x'ff' WHERE sequence = 2")
-    connection.close()
-    store = await SqlStore.open(path)
+async def test_an_unreadable_event_is_listed_with_its_known_parts(path: Path) -> None:
+    await fill(path, *entries("job", 1, KNOWN))
+    execute(path, "UPDATE events SET event = x'ff' WHERE sequence = 2")
     solved = JobEvent(sequence=2, create_time=TIME, type=event_pb2.JOB_EVENT_TYPE_SOLVED)
-    assert await store.events("job", 1, 0, ALL) == [KNOWN[0], solved, KNOWN[2]]
-    await store.close()
+    async with opened(path) as store:
+        assert await store.events("job", 1, 0, ALL) == [KNOWN[0], solved, KNOWN[2]]
 
 
 TYPES = (
@@ -106,10 +101,11 @@ TYPES = (
     event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
     event_pb2.JOB_EVENT_TYPE_RANK_CHANGED,
 )
-EVENTS = st.lists(st.tuples(st.sampled_from(TYPES), st.integers(0, 5)), max_size=30).map(
+EVENTS = st.lists(st.tuples(st.sampled_from([*TYPES, None]), st.integers(0, 5)), max_size=30).map(
     lambda drawn: [
         JobEvent(sequence=n, type=kind, create_time=time_to_proto(time_s))
         for n, (kind, time_s) in enumerate(drawn, 1)
+        if kind is not None  # it was deleted
     ]
 )
 FILTERS = st.builds(
@@ -126,27 +122,22 @@ def test_pages_contain_the_wanted_events_in_order_even_if_the_clock_was_set_back
     store: SqlStore, drawn: list[JobEvent], wanted: EventFilter, limit: int, after_sequence: int
 ) -> None:
     def is_wanted(event: JobEvent) -> bool:
+        time_s = time_from_proto("create_time", event.create_time)
         is_beyond = event.sequence > after_sequence
         if wanted.is_latest_first and after_sequence:
             is_beyond = event.sequence < after_sequence
         return (
             is_beyond
             and (not wanted.types or event.type in wanted.types)
-            and (
-                wanted.start_time_s is None
-                or time_from_proto("create_time", event.create_time) >= wanted.start_time_s
-            )
-            and (
-                wanted.end_time_s is None
-                or time_from_proto("create_time", event.create_time) < wanted.end_time_s
-            )
+            and (wanted.start_time_s is None or time_s >= wanted.start_time_s)
+            and (wanted.end_time_s is None or time_s < wanted.end_time_s)
         )
 
     job_id, other_id = (f"job-{next(JOB_NUMBERS)}" for _ in range(2))
 
     async def read_pages() -> list[JobEvent]:
         for name, number in ((job_id, 1), (other_id, 1), (job_id, 2)):
-            await store.write([NewRun(make_spec(name), number, 1.0), *entries(name, number, drawn)])
+            await store.write(entries(name, number, drawn))
         found: list[JobEvent] = []
         after = after_sequence
         while page := await store.events(job_id, 1, after, limit, wanted):
@@ -169,28 +160,13 @@ def test_pages_contain_the_wanted_events_in_order_even_if_the_clock_was_set_back
         (EventFilter(start_time_s=3.0), "COVERING INDEX events_by_time"),
     ],
 )
-async def test_no_page_is_found_by_a_scan_of_all_events(
-    tmp_path: Path, wanted: EventFilter, index: str, is_latest_first: bool
+def test_no_page_is_found_by_a_scan_of_all_events(
+    path: Path, wanted: EventFilter, index: str, is_latest_first: bool
 ) -> None:
-    await (await SqlStore.open(tmp_path / "jobs.db")).close()
-    connection = sqlite3.connect(tmp_path / "jobs.db")
+    asyncio.run(fill(path))
     wanted = replace(wanted, is_latest_first=is_latest_first)
     statement, values = events_query("job", 1, 0, 10, wanted, has_index_hints=True)
-    plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {statement}", values)]
-    connection.close()
+    with closing(sqlite3.connect(path)) as connection:
+        plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {statement}", values)]
     assert any(index in step for step in plan), plan
     assert not any("SCAN" in step or "TEMP B-TREE" in step for step in plan), plan
-
-
-async def test_deleted_events_leave_a_hole(tmp_path: Path) -> None:
-    path = tmp_path / "jobs.db"
-    written = entries("job", 1, [JobEvent(sequence=n) for n in range(1, 7)])
-    store = await SqlStore.open(path)
-    await store.write([NewRun(make_spec(), 1, 1.0), *written])
-    await store.close()
-    with sqlite3.connect(path) as connection:
-        connection.execute("DELETE FROM events WHERE sequence IN (1, 4, 5)")
-    connection.close()
-    store = await SqlStore.open(path)
-    assert [event.sequence for event in await store.events("job", 1, 0, ALL)] == [2, 3, 6]
-    await store.close()

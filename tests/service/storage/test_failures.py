@@ -25,6 +25,7 @@ from perseus.service.storage.store import EventEntry, NewRun, TelemetrySequence
 from perseus.v1 import event_pb2
 from tests.service.service_fakes import make_spec
 from tests.service.storage.postgresql import Server
+from tests.service.storage.stores import fill, opened
 
 
 @pytest.fixture
@@ -42,11 +43,20 @@ def small_disk() -> Iterator[Path]:
         folder.rmdir()
 
 
-async def write_on(store: SqlStore, first: int, written: list[int]) -> None:
-    """Write event after event, and note which were acknowledged."""
-    for number in range(first, first + 1000):
-        await store.write([event(number, 20_000)])
-        written.append(number)
+async def write_on(store: SqlStore, problem: str = "") -> int:
+    """Write event after event until the store fails; return how many were acknowledged."""
+    acknowledged = 0
+
+    async def write() -> None:
+        nonlocal acknowledged
+        for acknowledged in range(1000):
+            await store.write([event(1 + acknowledged, 20_000)])
+
+    await store.write([NewRun(make_spec(), 1, 1.0)])
+    with pytest.raises(StoreFailedError, match=rf"jobs\.db failed: {problem}") as caught:
+        await write()
+    assert "\n" not in str(caught.value)
+    return acknowledged
 
 
 def event(number: int, length: int) -> EventEntry:
@@ -56,34 +66,24 @@ def event(number: int, length: int) -> EventEntry:
 async def test_a_full_disk_ends_the_store_and_acknowledged_writes_stay(
     small_disk: Path, tmp_path: Path
 ) -> None:
-    path = small_disk / "jobs.db"
-    store = await SqlStore.open(path)
-    await store.write([NewRun(make_spec(), 1, 1.0)])
-    counts: list[int] = []
-    with pytest.raises(StoreFailedError, match=r"jobs\.db failed: the disk is full") as caught:
-        await write_on(store, 1, counts)
-    assert "\n" not in str(caught.value)
-    assert len(counts) > 3
-    await store.close()
+    async with opened(small_disk / "jobs.db") as store:
+        count = await write_on(store, "the disk is full")
+    assert count > 3
     shutil.copytree(small_disk, tmp_path / "roomy")
-    store = await SqlStore.open(tmp_path / "roomy" / "jobs.db")
-    assert len(await store.events("job", 1, 0, 1000)) == len(counts)
-    await store.close()
+    async with opened(tmp_path / "roomy" / "jobs.db") as store:
+        assert len(await store.events("job", 1, 0, 1000)) == count
 
 
-async def test_a_file_that_may_not_grow_ends_the_store(tmp_path: Path) -> None:
-    store = await SqlStore.open(tmp_path / "jobs.db")
-    await store.write([NewRun(make_spec(), 1, 1.0)])
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
-        with pytest.raises(StoreFailedError, match=r"jobs\.db failed: "):
-            await write_on(store, 1, [])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-    await store.close()
+async def test_a_file_that_may_not_grow_ends_the_store(path: Path) -> None:
+    async with opened(path) as store:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
+            await write_on(store)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, handler)
 
 
 def remove(path: Path) -> None:
@@ -100,24 +100,19 @@ def replace(path: Path) -> None:
 async def test_files_that_are_removed_or_replaced_are_noticed_before_anything_more_is_acknowledged(
     tmp_path: Path, suffix: str, harm: Callable[[Path], None]
 ) -> None:
-    store = await SqlStore.open(tmp_path / "jobs.db")
-    await store.write([NewRun(make_spec(), 1, 1.0)])
-    harm(tmp_path / f"jobs.db{suffix}")
-    with pytest.raises(StoreFailedError, match=rf"jobs\.db{suffix} was removed or replaced$"):
-        await store.write([event(1, 1)])
-    await store.close()
+    async with opened(tmp_path / "jobs.db") as store:
+        await store.write([NewRun(make_spec(), 1, 1.0)])
+        harm(tmp_path / f"jobs.db{suffix}")
+        with pytest.raises(StoreFailedError, match=rf"jobs\.db{suffix} was removed or replaced$"):
+            await store.write([event(1, 1)])
 
 
 def test_a_file_on_a_read_only_file_system_is_refused(small_disk: Path) -> None:
     path = small_disk / "jobs.db"
-
-    async def use() -> None:
-        await (await SqlStore.open(path)).close()
-
-    asyncio.run(use())
+    asyncio.run(fill(path))
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(DatabaseUnavailableError, match=r"jobs\.db: .*(read-?only|can't be opened)"):
-        asyncio.run(use())
+        asyncio.run(fill(path))
 
 
 def corrupt(path: Path) -> None:
@@ -127,21 +122,15 @@ def corrupt(path: Path) -> None:
         file.write(Random(0).randbytes(size // 2))
 
 
-async def test_a_corrupt_file_ends_the_store(tmp_path: Path) -> None:
-    path = tmp_path / "jobs.db"
-    store = await SqlStore.open(path)
-    await store.write([NewRun(make_spec(), 1, 1.0), *(event(number, 3000) for number in range(1, 200))])
-    await store.close()
+async def test_a_corrupt_file_ends_the_store(path: Path) -> None:
+    await fill(path, NewRun(make_spec(), 1, 1.0), *(event(number, 3000) for number in range(1, 200)))
     corrupt(path)
 
     async def use() -> None:
-        store = await SqlStore.open(path)
-        try:
+        async with opened(path) as store:
             with pytest.raises(DatabaseUnreadableError):
                 await store.events("job", 1, 0, 1000)
             await store.write([event(number, 3000) for number in range(200, 400)])
-        finally:
-            await store.close()
 
     with pytest.raises((StoreFailedError, DatabaseUnavailableError), match="corrupt") as caught:
         await use()
@@ -152,71 +141,58 @@ async def test_a_log_without_its_end_opens_without_its_last_commits_and_the_comm
     tmp_path: Path,
 ) -> None:
     path, copy = tmp_path / "jobs.db", tmp_path / "copy.db"
-    store = await SqlStore.open(path)
-    await store.write([TelemetrySequence("agent", 1)])
-    early = store.commit_marker
-    size = os.path.getsize(f"{path}-wal")  # noqa: ASYNC240
-    await store.write([TelemetrySequence("agent", 2)])
-    late = store.commit_marker
-    shutil.copy(path, copy)
-    shutil.copy(f"{path}-wal", f"{copy}-wal")
-    os.truncate(f"{copy}-wal", size + 100)  # in the middle of a page
-    assert not store.has_lost(late)
-    await store.close()
+    async with opened(path) as store:
+        await store.write([TelemetrySequence("agent", 1)])
+        early = store.commit_marker
+        size = os.path.getsize(f"{path}-wal")  # noqa: ASYNC240
+        await store.write([TelemetrySequence("agent", 2)])
+        late = store.commit_marker
+        shutil.copy(path, copy)
+        shutil.copy(f"{path}-wal", f"{copy}-wal")
+        os.truncate(f"{copy}-wal", size + 100)  # in the middle of a page
+        assert not store.has_lost(late)
 
-    store = await SqlStore.open(copy)
-    assert await store.telemetry_sequence("agent") == 1
-    assert not store.has_lost(early)
-    assert store.has_lost(late)
-    await store.close()
+    async with opened(copy) as store:
+        assert await store.telemetry_sequence("agent") == 1
+        assert not store.has_lost(early)
+        assert store.has_lost(late)
 
 
 @pytest.mark.slow("a database's server stops and starts again")
 async def test_a_server_that_stops_ends_the_store_and_acknowledged_writes_stay(
-    postgresql_server: Server,
+    postgresql_server: Server, url: str
 ) -> None:
-    url = postgresql_server.new_database()
-    store = await SqlStore.open(url)
-    await store.write([TelemetrySequence("agent", 7)])
-    postgresql_server.stop()
-    try:
-        with pytest.raises(StoreFailedError, match="server") as caught:
-            await store.write([TelemetrySequence("agent", 8)])
-        assert "\n" not in str(caught.value)
-        await store.close()
-        with pytest.raises(DatabaseUnavailableError, match="server"):
-            await SqlStore.open(url)
-    finally:
-        postgresql_server.start_again()
-    store = await SqlStore.open(url)
-    assert await store.telemetry_sequence("agent") == 7
-    await store.close()
+    async with opened(url) as store:
+        await store.write([TelemetrySequence("agent", 7)])
+        postgresql_server.stop()
+        try:
+            with pytest.raises(StoreFailedError, match="server") as caught:
+                await store.write([TelemetrySequence("agent", 8)])
+            assert "\n" not in str(caught.value)
+            with pytest.raises(DatabaseUnavailableError, match="server"):
+                await SqlStore.open(url)
+        finally:
+            postgresql_server.start_again()
+    async with opened(url) as store:
+        assert await store.telemetry_sequence("agent") == 7
 
 
-async def test_a_session_that_the_server_ends_never_writes_again(postgresql_server: Server) -> None:
-    url = postgresql_server.new_database()
-    store = await SqlStore.open(url)
-    await store.write([TelemetrySequence("agent", 7)])
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
-        )
-    other = await SqlStore.open(url)
-    with pytest.raises(StoreFailedError, match="connection"):
-        await store.write([TelemetrySequence("agent", 9)])
-    assert await other.telemetry_sequence("agent") == 7
-    await store.close()
-    await other.close()
+async def test_a_session_that_the_server_ends_never_writes_again(url: str) -> None:
+    async with opened(url) as store:
+        await store.write([TelemetrySequence("agent", 7)])
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+        async with opened(url) as other:
+            with pytest.raises(StoreFailedError, match="connection"):
+                await store.write([TelemetrySequence("agent", 9)])
+            assert await other.telemetry_sequence("agent") == 7
 
 
-async def test_a_database_that_a_user_may_only_read_is_refused_or_fails_clearly(
-    postgresql_server: Server,
-) -> None:
-    url = postgresql_server.new_database()
-    store = await SqlStore.open(url)
-    await store.write([TelemetrySequence("agent", 7)])
-    await store.close()
+async def test_a_database_that_a_user_may_only_read_is_refused_or_fails_clearly(url: str) -> None:
+    await fill(url, TelemetrySequence("agent", 7))
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute("CREATE ROLE visitor LOGIN")
         connection.execute("GRANT SELECT ON ALL TABLES IN SCHEMA public TO visitor")
@@ -243,14 +219,10 @@ async def test_an_invalid_database_is_refused_in_one_line_without_its_password(
     assert "secret" not in str(caught.value)
 
 
-async def test_a_failing_disk_does_not_hide_the_cause(tmp_path: Path) -> None:
+async def test_a_failing_disk_does_not_hide_the_cause(path: Path) -> None:
     """A limit of SQLite itself replaces a full disk where none can be mounted."""
-    path = tmp_path / "jobs.db"
-    store = await SqlStore.open(path)
-    await store.write([NewRun(make_spec(), 1, 1.0)])
-    connection = store._opened.connection.connection.dbapi_connection
-    assert isinstance(connection, sqlite3.Connection)
-    await store._run(lambda: connection.execute("PRAGMA max_page_count = 40"))
-    with pytest.raises(StoreFailedError, match="the disk is full"):
-        await write_on(store, 1, [])
-    await store.close()
+    async with opened(path) as store:
+        connection = store._opened.connection.connection.dbapi_connection
+        assert isinstance(connection, sqlite3.Connection)
+        await store._run(lambda: connection.execute("PRAGMA max_page_count = 40"))
+        await write_on(store, "the disk is full")

@@ -2,20 +2,18 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, closing, contextmanager
+from contextlib import contextmanager
 
 import psycopg
 import pytest
 
 from perseus.service.domain.gpu_claims import ClaimChanges, Gpu, Place
-from perseus.service.domain.members import Slot
 from perseus.service.domain.specification import Coordinates
 from perseus.service.shell import gpu_claims as claims_shell
 from perseus.service.shell.gpu_claims import ClaimWriter
-from perseus.service.storage.membership import MemberRows
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import TelemetrySequence
-from tests.service.storage import postgresql
+from tests.service.storage.stores import held_slots
 
 GPUS: list[Gpu] = [("token ä'", f'GPU-"{number}\\é') for number in range(4)]
 FIRST, SECOND = ("a", Coordinates(0, 1, 2)), ("b", Coordinates(3, 0, 0))
@@ -26,22 +24,10 @@ def claim(place: Place, *gpus: Gpu) -> ClaimChanges:
 
 
 @pytest.fixture
-def database(postgresql_server: postgresql.Server) -> str:
-    return postgresql_server.new_database()
-
-
-@pytest.fixture
-async def fleet(database: str) -> AsyncIterator[Sequence[SqlStore]]:
+async def fleet(url: str) -> AsyncIterator[Sequence[SqlStore]]:
     """Two coordinators, each of which holds a slot."""
-    async with AsyncExitStack() as stack:
-        found = []
-        for slot in range(2):
-            rows = stack.enter_context(closing(await asyncio.to_thread(MemberRows, database, 60.0, 2)))
-            rows.join("", "")
-            fence = Slot(slot, rows.member_id, rows.take(slot, 0) or 0)
-            found.append(await SqlStore.open(database, fence=fence))
-            stack.push_async_callback(found[-1].close)
-        yield found
+    async with held_slots(url) as slots:
+        yield slots.stores
 
 
 async def test_a_gpu_is_of_the_slot_that_claimed_it_first_until_that_releases_it(
@@ -84,7 +70,7 @@ class NoRuns:
 
 
 async def test_a_coordinator_cut_off_before_its_commit_keeps_others_from_its_gpus_alone(
-    fleet: Sequence[SqlStore], database: str, monkeypatch: pytest.MonkeyPatch
+    fleet: Sequence[SqlStore], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut_off, other = fleet
     await cut_off.change_gpu_claims(claim(FIRST, *GPUS[:2]))
@@ -99,7 +85,7 @@ async def test_a_coordinator_cut_off_before_its_commit_keeps_others_from_its_gpu
     monkeypatch.setattr(other, "change_gpu_claims", counted)
     writer = ClaimWriter(other, NoRuns(), 1)  # type: ignore[arg-type]
     writing = asyncio.create_task(writer.run())
-    with psycopg.connect(database) as session:
+    with psycopg.connect(url) as session:
         session.execute("DELETE FROM gpu_claims WHERE slot = 0")  # and no commit
         claimed = asyncio.create_task(writer.claim({GPUS[0]: SECOND}))
         while None not in attempts:

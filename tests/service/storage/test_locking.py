@@ -36,17 +36,16 @@ def held_elsewhere(database: Path | str) -> Iterator["subprocess.Popen[bytes]"]:
             process.kill()
 
 
-def test_a_killed_coordinator_holds_nothing(tmp_path: Path) -> None:
-    database = tmp_path / "jobs.db"
-    with held_elsewhere(database) as process:
+def test_a_killed_coordinator_holds_nothing(path: Path) -> None:
+    with held_elsewhere(path) as process:
         with pytest.raises(DatabaseUnavailableError, match="it is locked: is another coordinator running"):
-            connect(database)
+            connect(path)
         process.kill()
         process.wait()
-        connect(database).close()
+        connect(path).close()
         # Neither the refused one nor the one after it has released the lock.
-        with held_elsewhere(database), pytest.raises(DatabaseUnavailableError, match="locked"):
-            connect(database)
+        with held_elsewhere(path), pytest.raises(DatabaseUnavailableError, match="locked"):
+            connect(path)
 
 
 def test_a_link_leads_to_the_same_lock(tmp_path: Path) -> None:
@@ -64,9 +63,8 @@ def test_a_link_leads_to_the_same_lock(tmp_path: Path) -> None:
         opened.close()
 
 
-def test_an_error_in_making_the_lock_file_is_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "jobs.db"
-    (tmp_path / "jobs.db-lock").mkdir()
+def test_an_error_in_making_the_lock_file_is_one_line(path: Path) -> None:
+    path.with_name("jobs.db-lock").mkdir()
     with pytest.raises(DatabaseUnavailableError) as caught:
         connect(path)
     assert str(caught.value).endswith(f"its lock file {path}-lock can't be opened: Is a directory")

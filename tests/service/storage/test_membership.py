@@ -1,10 +1,8 @@
 """Members, slots and fences on a real PostgreSQL."""
 
 import asyncio
-import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,16 +23,10 @@ from perseus.service.storage.engines import connect
 from perseus.service.storage.membership import MemberRows
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import BudgetEntry, TelemetrySequence, TokenEntry
-from tests.service.storage import postgresql
+from tests.service.storage.stores import LEASE_S, execute, fill, held_slots, opened
 
-LEASE_S = 30.0
 TOKEN = Token("operator", "digest", Grant(Scope.OPERATOR), 0.0)
 OVER = BudgetRecord(Budget("over", "hall", limit_w=1e3, start_s=0.0, end_s=1.0), "request", "grid", 0.0)
-
-
-@pytest.fixture
-def url(postgresql_server: postgresql.Server) -> str:
-    return postgresql_server.new_database()
 
 
 class Fleet:
@@ -66,7 +58,7 @@ def fleet(url: str) -> Iterator[Fleet]:
         member.close()
 
 
-def test_one_member_takes_the_slot_and_another_can_not(fleet: Fleet) -> None:
+def test_one_member_takes_the_slot_until_it_departs_and_another_can_not(fleet: Fleet) -> None:
     first, second = fleet.join("a:1"), fleet.join("b:1")
     members = sorted([Member(first.member_id, "a:1"), Member(second.member_id, "b:1")])
     assert second.renew() == (members, [Slot(0, "", 0)])
@@ -75,15 +67,9 @@ def test_one_member_takes_the_slot_and_another_can_not(fleet: Fleet) -> None:
     assert second.take(0, 0) is None
     assert second.take(0, 1) is None
     assert first.take(0, 1) == 2, "it settles an unknown outcome"
-
-
-def test_the_slot_of_one_that_departs_is_taken_with_a_higher_epoch(fleet: Fleet) -> None:
-    first, second = fleet.join(), fleet.join()
-    assert first.take(0, 0) == 1
-    assert second.take(0, 1) is None
     first.depart()
-    assert second.take(0, 1) == 2
-    assert first.take(0, 2) is None, "it is no member any more"
+    assert second.take(0, 2) == 3
+    assert first.take(0, 3) is None, "it is no member any more"
 
 
 def test_an_expired_lease_is_never_renewed_and_its_slot_is_free(fleet: Fleet) -> None:
@@ -134,20 +120,18 @@ async def test_nothing_is_written_after_a_takeover(fleet: Fleet) -> None:
     first, second = await asyncio.to_thread(fleet.join), await asyncio.to_thread(fleet.join)
     assert first.take(0, 0) == 1
     fence = Slot(0, first.member_id, 1)
-    store = await SqlStore.open(fleet.url, fence=fence)
-    await store.write([TelemetrySequence("agent", 7)])
-    assert store.lease_epoch == 1
-    # Its session is not ended: only the fence is between.
-    fleet.run("UPDATE slots SET holder = ''")
-    assert second.take(0, 1) == 2
-    with pytest.raises(StoreFailedError, match="another coordinator has taken over"):
-        await store.write([TelemetrySequence("agent", 8)])
+    async with opened(fleet.url, fence=fence) as store:
+        await store.write([TelemetrySequence("agent", 7)])
+        assert store.lease_epoch == 1
+        # Its session is not ended: only the fence is between.
+        fleet.run("UPDATE slots SET holder = ''")
+        assert second.take(0, 1) == 2
+        with pytest.raises(StoreFailedError, match="another coordinator has taken over"):
+            await store.write([TelemetrySequence("agent", 8)])
     with pytest.raises(StoreFailedError, match="another coordinator has taken over"):
         await SqlStore.open(fleet.url, fence=fence)
-    other = await SqlStore.open(fleet.url, fence=Slot(0, second.member_id, 2))
-    assert await other.telemetry_sequence("agent") == 7
-    for each in (store, other):
-        await each.close()
+    async with opened(fleet.url, fence=Slot(0, second.member_id, 2)) as other:
+        assert await other.telemetry_sequence("agent") == 7
 
 
 async def test_a_holder_that_freezes_before_its_commit_commits_nothing_and_holds_nobody_up(
@@ -155,7 +139,6 @@ async def test_a_holder_that_freezes_before_its_commit_commits_nothing_and_holds
 ) -> None:
     first, second = await asyncio.to_thread(fleet.join), await asyncio.to_thread(fleet.join)
     assert first.take(0, 0) == 1
-    store = await SqlStore.open(fleet.url, fence=Slot(0, first.member_id, 1))
     taken: list[int | None] = []
 
     def freeze() -> None:
@@ -165,14 +148,13 @@ async def test_a_holder_that_freezes_before_its_commit_commits_nothing_and_holds
         assert second.renew() is not None
         taken.append(second.take(0, 1))
 
-    monkeypatch.setattr(store._writer, "write", lambda *_: freeze())
-    with pytest.raises(StoreFailedError, match="another coordinator has taken over"):
-        await store.write([TelemetrySequence("agent", 7)])
-    await store.close()
+    async with opened(fleet.url, fence=Slot(0, first.member_id, 1)) as store:
+        monkeypatch.setattr(store._writer, "write", lambda *_: freeze())
+        with pytest.raises(StoreFailedError, match="another coordinator has taken over"):
+            await store.write([TelemetrySequence("agent", 7)])
     assert taken == [2]
-    other = await SqlStore.open(fleet.url, fence=Slot(0, second.member_id, 2))
-    assert await other.telemetry_sequence("agent") == 0
-    await other.close()
+    async with opened(fleet.url, fence=Slot(0, second.member_id, 2)) as other:
+        assert await other.telemetry_sequence("agent") == 0
 
 
 def test_a_coordinator_of_an_older_release_keeps_members_out(
@@ -199,24 +181,18 @@ def test_a_database_with_members_is_not_exported(fleet: Fleet) -> None:
 
 @pytest.mark.slow("three slots' tables are made and checked on a server")
 async def test_slots_have_tables_of_their_own_and_share_those_of_the_fleet(fleet: Fleet) -> None:
-    members = [await asyncio.to_thread(fleet.join, slots=3) for _ in range(3)]
-    stores = []
-    for number, member in enumerate(members):
-        assert member.take(number, 0) == 1
-        stores.append(await SqlStore.open(fleet.url, fence=Slot(number, member.member_id, 1)))
-    for number, store in enumerate(stores):
-        await store.write([TelemetrySequence("agent", 10 + number)])
-    await stores[0].write([TokenEntry(TOKEN)])
-    assert [await store.telemetry_sequence("agent") for store in stores] == [10, 11, 12]
-    assert [len(await store.load_tokens()) for store in stores] == [1, 1, 1]
-    assert len({await store.epoch() for store in stores}) == 3
-    await stores[0].write([BudgetEntry(OVER)])
-    for store, kept in ((stores[1], [OVER]), (stores[0], [])):
-        while not (await store.prune(Retention(), 1e12)).is_done:
-            pass
-        assert await store.load_budgets() == kept, "slot 0's coordinator alone prunes them"
-    for store in stores:
-        await store.close()
+    async with held_slots(fleet.url, 3) as slots:
+        stores = slots.stores
+        for number, store in enumerate(stores):
+            await store.write([TelemetrySequence("agent", 10 + number)])
+        await stores[0].write([TokenEntry(TOKEN), BudgetEntry(OVER)])
+        assert [await store.telemetry_sequence("agent") for store in stores] == [10, 11, 12]
+        assert [len(await store.load_tokens()) for store in stores] == [1, 1, 1]
+        assert len({await store.epoch() for store in stores}) == 3
+        for store, kept in ((stores[1], [OVER]), (stores[0], [])):
+            while not (await store.prune(Retention(), 1e12)).is_done:
+                pass
+            assert await store.load_budgets() == kept, "slot 0's coordinator alone prunes them"
     assert check_database(fleet.url) == []
     fleet.run("INSERT INTO slot_2.telemetry VALUES ('other', 0, 0, '')")
     assert check_database(fleet.url) == [
@@ -231,30 +207,27 @@ def test_the_number_of_slots_is_fixed_at_the_first_start(fleet: Fleet) -> None:
 
 
 def lose_rows(url: str) -> None:
-    opened = connect(url, slot=1)
-    with opened.connection.begin():
-        opened.connection.execute(delete(schema.coordinator))
-    opened.close()
+    session = connect(url, slot=1)
+    with session.connection.begin():
+        session.connection.execute(delete(schema.coordinator))
+    session.close()
 
 
 def lose_tables(url: str) -> None:
-    opened = connect(url, slot=1)
-    with opened.connection.begin():
+    session = connect(url, slot=1)
+    with session.connection.begin():
         for table in schema.tables_of(1):
-            opened.connection.execute(text(f"DROP TABLE {table.name}"))
-        opened.connection.execute(text("DROP TABLE alembic_version"))
-    opened.close()
+            session.connection.execute(text(f"DROP TABLE {table.name}"))
+        session.connection.execute(text("DROP TABLE alembic_version"))
+    session.close()
 
 
 @pytest.mark.parametrize("lose", [lose_rows, lose_tables])
 async def test_a_slot_that_was_served_and_whose_data_is_missing_is_not_made_anew(
     fleet: Fleet, lose: Callable[[str], None]
 ) -> None:
-    members = [await asyncio.to_thread(fleet.join, slots=2) for _ in range(2)]
-    fences = [Slot(number, members[number].member_id, 1) for number in range(2)]
-    for fence, member in zip(fences, members, strict=True):
-        assert member.take(fence.number, 0) == 1
-        await (await SqlStore.open(fleet.url, fence=fence)).close()
+    async with held_slots(fleet.url) as slots:
+        fences = [Slot(number, member.member_id, 1) for number, member in enumerate(slots.members)]
     lose(fleet.url)
     for start in (
         lambda: asyncio.to_thread(fleet.join, slots=2),
@@ -274,21 +247,15 @@ async def test_a_slot_that_was_never_served_needs_no_data_from_an_earlier_releas
     await (await SqlStore.open(fleet.url, fence=Slot(1, member.member_id, 1))).close()
 
 
-def test_a_file_whose_data_is_missing_is_not_made_anew(tmp_path: Path) -> None:
-    path = tmp_path / "jobs.db"
-
-    async def use() -> None:
-        await (await SqlStore.open(path)).close()
-
-    asyncio.run(use())
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("DELETE FROM coordinator")
+def test_a_file_whose_data_is_missing_is_not_made_anew(path: Path) -> None:
+    asyncio.run(fill(path))
+    execute(path, "DELETE FROM coordinator")
     with pytest.raises(DatabaseUnavailableError, match="the data of slot 0 is missing"):
-        asyncio.run(use())
+        asyncio.run(fill(path))
 
 
 async def test_a_database_of_one_coordinator_goes_on_with_one_slot(fleet: Fleet) -> None:
-    await (await SqlStore.open(fleet.url)).close()
+    await fill(fleet.url)
     with pytest.raises(DatabaseUnavailableError, match=r"slots: expected 1, as its jobs .*, found 2"):
         await asyncio.to_thread(fleet.join, slots=2)
     await asyncio.to_thread(fleet.join)

@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,11 @@ from perseus.service.domain.errors import DatabaseUnavailableError
 from perseus.service.storage import schema
 from perseus.service.storage.checking import check_database
 from perseus.service.storage.sql_store import SqlStore
+from tests.service.storage.stores import execute, fill
 
 
 def test_a_new_database_has_the_schema_that_migrations_lead_to(database: Path | str) -> None:
-    async def make() -> None:
-        await (await SqlStore.open(database)).close()
-
-    asyncio.run(make())
+    asyncio.run(fill(database))
     url = f"sqlite:///{database}" if isinstance(database, Path) else database.replace("://", "+psycopg://")
     engine = create_engine(url)
     with engine.connect() as connection:
@@ -47,18 +46,6 @@ async def test_an_earlier_schema_is_migrated_with_its_rows(tmp_path: Path) -> No
         tokens = connection.execute("SELECT token FROM boots WHERE number = 7").fetchall()
     connection.close()
     assert tokens == [("token of before",)]
-
-
-def test_another_applications_file_keeps_its_journal(tmp_path: Path) -> None:
-    path = tmp_path / "photos.db"
-    with sqlite3.connect(path) as connection:
-        connection.execute("CREATE TABLE photos (x)")
-    connection.close()
-    content = path.read_bytes()
-    with pytest.raises(DatabaseUnavailableError, match="found tables photos"):
-        asyncio.run(SqlStore.open(path))
-    assert path.read_bytes() == content
-    assert list(tmp_path.iterdir()) == [path]
 
 
 OURS = "CREATE TABLE coordinator (x); CREATE TABLE events (x); CREATE TABLE offers (x);"
@@ -89,26 +76,25 @@ def named(schema: str) -> str:
         ),
     ],
 )
-async def test_an_unknown_schema_is_refused_in_one_line_and_left_unchanged(
-    tmp_path: Path, statement: str, message: str
+def test_an_unknown_schema_is_refused_in_one_line_and_left_unchanged(
+    path: Path, statement: str, message: str
 ) -> None:
-    path = tmp_path / "jobs.db"
-    connection = sqlite3.connect(path)
-    connection.executescript(statement)
-    before = list(connection.iterdump())
-    connection.close()
+    execute(path, statement)
+    content, before = path.read_bytes(), dump(path)
     with pytest.raises(DatabaseUnavailableError) as caught:
-        await SqlStore.open(path)
+        asyncio.run(SqlStore.open(path))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-    connection = sqlite3.connect(path)
-    assert list(connection.iterdump()) == before
-    connection.close()
+    if "one of Perseus" in message:  # another application's file keeps its journal, too
+        assert (path.read_bytes(), list(path.parent.iterdir())) == (content, [path])
+    assert dump(path) == before
 
 
-def test_the_check_reports_a_databases_schema(tmp_path: Path) -> None:
-    path = tmp_path / "jobs.db"
-    connection = sqlite3.connect(path)
-    connection.executescript(OURS + named("0011"))
-    connection.close()
+def dump(path: Path) -> list[str]:
+    with closing(sqlite3.connect(path)) as connection:
+        return list(connection.iterdump())
+
+
+def test_the_check_reports_a_databases_schema(path: Path) -> None:
+    execute(path, OURS + named("0011"))
     assert check_database(path) == [f"expected schema v0008, found 0011, {TOO_OLD}"]

@@ -1,6 +1,5 @@
 """Plans are stored once for all pipelines that have them; values that can't be read back are not stored."""
 
-import asyncio
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +7,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select
 
+from perseus.service.domain.ledger import EnergyHour, EnergySums, Rates
 from perseus.service.domain.measured import StageProfile
 from perseus.service.domain.model import HoldClocks, PipelineOffer, PlannedClocks, Rank, StockIteration
-from perseus.service.domain.records import IterationRows, OfferRecord, Record, StoredJob
+from perseus.service.domain.records import IterationRows, OfferRecord, Record
 from perseus.service.domain.specification import Coordinates, OperatingPolicy
 from perseus.service.storage import schema
 from perseus.service.storage.sql_store import SqlStore
@@ -23,6 +23,7 @@ from perseus.service.storage.store import (
 )
 from perseus.solver import Computation, Kind, Measurement, Plan, PlannedComputation
 from tests.service.service_fakes import make_spec
+from tests.service.storage.stores import opened, stored_jobs
 from tests.service.storage.test_store import PERIOD, RECORD, rows
 
 PIPELINES = 128
@@ -37,12 +38,8 @@ def planned(time_s: float) -> PlannedClocks:
 
 async def offer(store: SqlStore, pipelines: range, version: int, clocks: PlannedClocks | HoldClocks) -> None:
     # Equal clocks need not be the same object.
-    await store.write(
-        [
-            JobEntry("job", 1, OfferRecord(n, PipelineOffer((version,), 20, replace(clocks))))
-            for n in pipelines
-        ]
-    )
+    offers = (OfferRecord(n, PipelineOffer((version,), 20, replace(clocks))) for n in pipelines)
+    await store.write([JobEntry("job", 1, each) for each in offers])
 
 
 async def plan_count(store: SqlStore) -> int:
@@ -51,31 +48,29 @@ async def plan_count(store: SqlStore) -> int:
 
 
 async def test_a_plan_is_stored_once_and_deleted_with_its_last_offer(database: Path | str) -> None:
-    store = await SqlStore.open(database)
     everybody = range(PIPELINES)
-    await store.write([NewRun(make_spec(pipelines=PIPELINES, stages=1), 1, 1.0)])
-    await offer(store, everybody, 1, planned(0.1))
-    assert await plan_count(store) == 1
-    await offer(store, range(100), 2, planned(0.2))
-    assert await plan_count(store) == 2
-    await offer(store, everybody, 3, HoldClocks((1200,)))
-    assert await plan_count(store) == 1
-    await offer(store, everybody, 4, planned(0.1))  # it was deleted before
-    await store.close()
+    async with opened(database) as store:
+        await store.write([NewRun(make_spec(pipelines=PIPELINES, stages=1), 1, 1.0)])
+        for pipelines, version, clocks, count in (
+            (everybody, 1, planned(0.1), 1),
+            (range(100), 2, planned(0.2), 2),
+            (everybody, 3, HoldClocks((1200,)), 1),
+            (everybody, 4, planned(0.1), 1),  # it was deleted before
+        ):
+            await offer(store, pipelines, version, clocks)
+            assert await plan_count(store) == count
 
-    store = await SqlStore.open(database)
-    await offer(store, range(1), 5, planned(0.1))
-    (job,) = await store.load_jobs()
-    assert isinstance(job, StoredJob)
-    assert [record.offer.clocks for record in job.offers] == [planned(0.1)] * PIPELINES
-    assert len({id(record.offer.clocks) for record in job.offers}) == 1
-    assert [record.offer.version for record in job.offers] == [5, *[4] * (PIPELINES - 1)]
-    assert await plan_count(store) == 1
-    await store.write([JobDeleted("job", 5), NewRun(make_spec(), 1, 2.0)])
-    assert await plan_count(store) == 0
-    await offer(store, range(1), 6, planned(0.1))
-    assert await plan_count(store) == 1
-    await store.close()
+    async with opened(database) as store:
+        await offer(store, range(1), 5, planned(0.1))
+        (job,) = await stored_jobs(store)
+        assert [record.offer.clocks for record in job.offers] == [planned(0.1)] * PIPELINES
+        assert len({id(record.offer.clocks) for record in job.offers}) == 1
+        assert [record.offer.version for record in job.offers] == [5, *[4] * (PIPELINES - 1)]
+        assert await plan_count(store) == 1
+        await store.write([JobDeleted("job", 5), NewRun(make_spec(), 1, 2.0)])
+        assert await plan_count(store) == 0
+        await offer(store, range(1), 6, planned(0.1))
+        assert await plan_count(store) == 1
 
 
 def broken_rows(duration_s: float = 1.0, energy_j: float = 1.0) -> IterationRows:
@@ -99,55 +94,36 @@ def broken_rows(duration_s: float = 1.0, energy_j: float = 1.0) -> IterationRows
         (OfferRecord(0, PipelineOffer((1,), 1, planned(math.nan))), r"offer\.clocks\.plan\.iteration_time_s"),
         (StageProfile(0, 1200, {}, math.inf, 0.5), r"profile\.blocking_power_w"),
         (StageProfile(0, 1200, {}, None, math.nan), r"profile\.blocking_power_se_w"),
+        (EnergyHour(10, None, EnergySums(1, time_s=math.inf), Rates()), "time_s: expected a finite number"),
     ],
 )
 async def test_an_unstorable_number_is_refused_by_name_and_nothing_is_written(
-    database: Path | str, record: Record, field: str
+    store: SqlStore, record: Record, field: str
 ) -> None:
-    store = await SqlStore.open(database)
     await store.write([NewRun(make_spec(), 1, 1.0), JobEntry("job", 1, RECORD)])
     with pytest.raises(UnstorableEntryError, match=field) as caught:
         await store.write([TelemetrySequence("agent", 7), JobEntry("job", 1, record)])
     assert (caught.value.job_id, caught.value.run_number) == ("job", 1)
     assert await store.telemetry_sequence("agent") == 0
     await store.write([TelemetrySequence("agent", 7)])  # the store still works
-    (job,) = await store.load_jobs()
-    assert isinstance(job, StoredJob)
+    (job,) = await stored_jobs(store)
     assert job.record == RECORD
-    await store.close()
 
 
-async def test_names_that_look_like_numbers_stay_names(database: Path | str) -> None:
-    store = await SqlStore.open(database)
+async def test_names_that_look_like_numbers_stay_names(store: SqlStore) -> None:
     rank = Rank(Coordinates(0, 0, 0), instance_id="NaN", hostname="Infinity")
     measured = {(0, Kind.FORWARD): Measurement(1200, 0.1, 10.0)}
     profile = StageProfile(0, 1200, measured, None, 0.0)
     await store.write([NewRun(make_spec(), 1, 1.0), JobEntry("job", 1, rank), JobEntry("job", 1, profile)])
-    (job,) = await store.load_jobs()
-    assert isinstance(job, StoredJob)
+    (job,) = await stored_jobs(store)
     assert (job.ranks, job.profiles) == ((rank,), (profile,))
-    await store.close()
 
 
-def test_a_job_deleted_and_begun_in_one_group_has_only_the_later_rows(database: Path | str) -> None:
-    async def write_and_read() -> StoredJob:
-        store = await SqlStore.open(database)
-        held = OfferRecord(0, PipelineOffer((1,), 1, HoldClocks((1200,))))
-        await store.write(
-            [
-                NewRun(make_spec(), 1, 1.0),
-                JobEntry("job", 1, held),
-                JobEntry("job", 1, replace(RECORD, version=9)),
-                JobDeleted("job", 4),
-                NewRun(make_spec(), 1, 2.0),
-                JobEntry("job", 1, held),
-            ]
-        )
-        assert await store.deleted_version() == 9
-        (job,) = await store.load_jobs()
-        await store.close()
-        assert isinstance(job, StoredJob)
-        return job
-
-    job = asyncio.run(write_and_read())
+async def test_a_job_deleted_and_begun_in_one_group_has_only_the_later_rows(store: SqlStore) -> None:
+    held = JobEntry("job", 1, OfferRecord(0, PipelineOffer((1,), 1, HoldClocks((1200,)))))
+    earlier = JobEntry("job", 1, replace(RECORD, version=9))
+    first, second = NewRun(make_spec(), 1, 1.0), NewRun(make_spec(), 1, 2.0)
+    await store.write([first, held, earlier, JobDeleted("job", 4), second, held])
+    assert await store.deleted_version() == 9
+    (job,) = await stored_jobs(store)
     assert (job.create_time_s, job.record, len(job.offers)) == (2.0, None, 1)

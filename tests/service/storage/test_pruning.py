@@ -1,5 +1,8 @@
 """Pruning deletes in small steps; reports, adoptable profiles and the numbers of events stay."""
 
+import asyncio
+import os
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,17 +28,11 @@ from perseus.service.domain.specification import Coordinates, Registration
 from perseus.service.storage.checking import check_database, recordings
 from perseus.service.storage.pruning import STEP_ROWS
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import (
-    Entry,
-    EventEntry,
-    JobDeleted,
-    JobEntry,
-    NewRun,
-    TelemetrySequence,
-)
+from perseus.service.storage.store import Entry, EventEntry, JobDeleted, JobEntry, NewRun, TelemetrySequence
 from perseus.solver import Kind, Measurement
 from perseus.v1 import event_pb2, job_pb2
 from tests.service.service_fakes import make_spec
+from tests.service.storage.stores import opened, stored_jobs, stored_run
 from tests.service.storage.test_store import PERIOD, RECORD, rows
 
 NOW_S = 1_000 * DAY_S
@@ -78,8 +75,9 @@ def finished(job_id: str, finish_time_s: float, key: str = "") -> list[Entry]:
 
 
 @pytest.fixture
-async def store(database: Path | str) -> SqlStore:
-    return await SqlStore.open(database, clock=lambda: NOW_S)
+async def store(database: Path | str) -> AsyncIterator[SqlStore]:
+    async with opened(database, clock=lambda: NOW_S) as store:
+        yield store
 
 
 async def test_events_are_pruned_by_age_and_count_except_the_last(store: SqlStore) -> None:
@@ -100,9 +98,7 @@ async def test_events_are_pruned_by_age_and_count_except_the_last(store: SqlStor
     assert await left("many") == list(range(1101, 1201))
     assert await left("new") == list(range(6, 11))
     assert await left("old") == [700]  # later numbers continue from it
-    jobs = {job.spec.job_id: job for job in await store.load_jobs() if isinstance(job, StoredJob)}
-    assert [jobs[name].last_sequence for name in ("many", "new", "old")] == [1200, 10, 700]
-    await store.close()
+    assert [job.last_sequence for job in await stored_jobs(store)] == [1200, 10, 700]
 
 
 async def test_an_archived_run_keeps_its_report_and_adoptable_profiles(
@@ -129,8 +125,7 @@ async def test_an_archived_run_keeps_its_report_and_adoptable_profiles(
     assert isinstance(young, RunSnapshot)
     assert young.job.job_id == "young"
     assert sorted(await store.known_requests()) == ["young"]
-    old = await store.load_run("old", 1)
-    assert isinstance(old, StoredJob)
+    old = await stored_run(store, "old")
     assert (old.periods, old.record and old.record.version) == ((PERIOD,), RECORD.version)
     assert (old.ranks, old.offers, old.open_rows) == ((), (), ())
     assert [profile.stage for profile in old.profiles] == [0]
@@ -139,12 +134,9 @@ async def test_an_archived_run_keeps_its_report_and_adoptable_profiles(
     ended = await store.load_ended_run("old", 1)
     assert isinstance(ended, RunSnapshot)
     assert ended.job.job_id == "old"
-    superseded = await store.load_run("superseded", 1)
-    assert isinstance(superseded, StoredJob)
-    assert superseded.profiles == ()
+    assert (await stored_run(store, "superseded")).profiles == ()
     assert list(await store.known_profiles(["work"])) == [profile]
-    await store.close()
-    assert check_database(database) == []
+    assert await asyncio.to_thread(check_database, database) == []
 
 
 async def test_a_runs_recorded_inputs_are_kept_until_it_is_archived_or_deleted(
@@ -156,9 +148,8 @@ async def test_a_runs_recorded_inputs_are_kept_until_it_is_archived_or_deleted(
         entries += [JobEntry(job_id, 1, RecordedInputs(text)) for text in ("first", "latest")]
     await store.write([*entries, JobDeleted("deleted", 0)])
     await prune(store, Retention())
-    await store.close()
-    found = {job_id: recordings(database, job_id) for job_id in ("deleted", "kept", "old")}
-    assert found == {"deleted": {}, "kept": {1: "latest"}, "old": {}}
+    for job_id, recorded in (("deleted", {}), ("kept", {1: "latest"}), ("old", {})):
+        assert await asyncio.to_thread(recordings, database, job_id) == recorded
 
 
 async def test_the_latest_of_many_ended_runs_are_kept(store: SqlStore) -> None:
@@ -167,7 +158,6 @@ async def test_the_latest_of_many_ended_runs_are_kept(store: SqlStore) -> None:
         entries += finished(f"job-{number}", NOW_S - number)
     await store.write(entries)
     assert await prune(store, Retention(keep_finished_count=2)) == [("job-2", 1), ("job-3", 1), ("job-4", 1)]
-    await store.close()
 
 
 async def written_by_steps(store: SqlStore, retention: Retention) -> tuple[int, int]:
@@ -185,28 +175,20 @@ async def written_by_steps(store: SqlStore, retention: Retention) -> tuple[int, 
 
 
 @pytest.mark.parametrize("run_count", [10, 60])
-async def test_the_writer_does_nothing_for_what_is_not_due_however_many_runs_are_kept(
+async def test_the_writer_does_one_statement_a_step_however_many_runs_are_due_and_none_for_others(
     store: SqlStore, run_count: int
 ) -> None:
     for number in range(run_count):
-        await store.write([*finished(f"job-{number}", NOW_S), TelemetrySequence(f"agent-{number}", 1)])
+        await store.write([*finished(f"new-{number}", NOW_S), TelemetrySequence(f"agent-{number}", 1)])
     assert await written_by_steps(store, Retention()) == (1, 0)
-    await store.close()
-
-
-@pytest.mark.parametrize("run_count", [10, 60])
-async def test_the_writer_does_one_statement_a_step_however_many_runs_are_due(
-    store: SqlStore, run_count: int
-) -> None:
     for number in range(run_count):
         old = finished(f"old-{number}", NOW_S - 100 * DAY_S, key=f"work-{number % 3}")
-        kept: list[Entry] = [NewRun(make_spec(f"kept-{number}"), 1, 1.0), *events(f"kept-{number}", 3, 1.0)]
-        await store.write([*old, *kept, TelemetrySequence(f"agent-{number}", 1)])
+        kept = NewRun(make_spec(f"kept-{number}"), 1, 1.0)
+        await store.write([*old, kept, *events(f"kept-{number}", 3, 1.0)])
     retention = Retention(keep_telemetry_count=1)
     _, statement_count = await written_by_steps(store, retention)
     assert statement_count == 1
     assert await written_by_steps(store, retention) == (1, 0), "nothing is left"
-    await store.close()
 
 
 async def test_a_new_job_of_the_name_of_one_that_was_due_is_left_alone(
@@ -219,44 +201,38 @@ async def test_a_new_job_of_the_name_of_one_that_was_due_is_left_alone(
     await store.write([JobDeleted("job", 0), *finished("job", NOW_S)])
     assert await prune(store, Retention()) == []
     assert await prune(store, Retention()) == []
-    job = await store.load_run("job", 1)
-    assert isinstance(job, StoredJob)
+    job = await stored_run(store)
     assert (len(job.ranks), len(job.offers), job.last_sequence) == (1, 1, 3)
     assert len(await store.events("job", 1, 0, 10)) == 3
-    await store.close()
-    assert check_database(database) == []
+    assert await asyncio.to_thread(check_database, database) == []
 
 
-async def test_agents_are_pruned_by_age_and_count(
-    database: Path | str,
-) -> None:
+async def test_agents_are_pruned_by_age_and_count(database: Path | str) -> None:
     now_s = 0.0
-    store = await SqlStore.open(database, clock=lambda: now_s)
-    for now_s in (1.0, 2.0, 3.0, 4.0):
-        await store.write([TelemetrySequence(f"agent-{now_s:.0f}", 7), TelemetrySequence("busy", int(now_s))])
+    async with opened(database, clock=lambda: now_s) as store:
+        for now_s in (1.0, 2.0, 3.0, 4.0):
+            agent = TelemetrySequence(f"agent-{now_s:.0f}", 7)
+            await store.write([agent, TelemetrySequence("busy", int(now_s))])
 
-    async def known() -> list[int]:
-        names = ["busy", *(f"agent-{number}" for number in (1, 2, 3, 4))]
-        return [await store.telemetry_sequence(name) for name in names]
+        async def known() -> list[int]:
+            names = ["busy", *(f"agent-{number}" for number in (1, 2, 3, 4))]
+            return [await store.telemetry_sequence(name) for name in names]
 
-    await prune(store, Retention(keep_telemetry_days=2.5 / DAY_S), now_s=4.0)
-    assert await known() == [4, 0, 7, 7, 7]
-    await prune(store, Retention(keep_telemetry_days=100 / DAY_S, keep_telemetry_count=2), now_s=4.0)
-    assert (await known()).count(0) == 3
-    assert await known() in ([4, 0, 0, 0, 7], [4, 0, 0, 7, 0])
-    await store.close()
+        await prune(store, Retention(keep_telemetry_days=2.5 / DAY_S), now_s=4.0)
+        assert await known() == [4, 0, 7, 7, 7]
+        await prune(store, Retention(keep_telemetry_days=100 / DAY_S, keep_telemetry_count=2), now_s=4.0)
+        assert (await known()).count(0) == 3
+        assert await known() in ([4, 0, 0, 0, 7], [4, 0, 0, 7, 0])
 
 
-async def test_the_file_stops_growing_when_rows_are_deleted_as_fast_as_written(tmp_path: Path) -> None:
-    path = tmp_path / "jobs.db"
-    store = await SqlStore.open(path)
-    await store.write([NewRun(make_spec(), 1, 1.0)])
+async def test_the_file_stops_growing_when_rows_are_deleted_as_fast_as_written(path: Path) -> None:
     sizes = []
-    for number in range(12):
-        await store.write(events("job", 1000, NOW_S, first=1 + 1000 * number))
-        await prune(store, Retention(keep_event_count=2000))
-        sizes.append(path.stat().st_size)
-    await store.close()
+    async with opened(path) as store:
+        await store.write([NewRun(make_spec(), 1, 1.0)])
+        for number in range(12):
+            await store.write(events("job", 1000, NOW_S, first=1 + 1000 * number))
+            await prune(store, Retention(keep_event_count=2000))
+            sizes.append(os.path.getsize(path))  # noqa: ASYNC240
     assert sizes[-1] <= 1.1 * max(sizes[3:6])
 
 

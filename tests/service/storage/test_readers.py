@@ -12,6 +12,7 @@ from sqlalchemy import Connection, delete, func, select
 from perseus.service.domain.errors import DatabaseUnreadableError
 from perseus.service.storage import engines, schema, sql_store
 from perseus.service.storage.checking import check_database
+from perseus.service.storage.engines import Opened
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import EventEntry, NewRun
 from perseus.v1 import event_pb2
@@ -27,10 +28,7 @@ def event_count(connection: Connection) -> int:
     return connection.scalar(select(func.count()).select_from(schema.events)) or 0
 
 
-async def test_a_long_read_sees_one_state_and_delays_no_commit(
-    database: Path | str,
-) -> None:
-    store = await SqlStore.open(database)
+async def test_a_long_read_sees_one_state_and_delays_no_commit(store: SqlStore) -> None:
     await store.write([NewRun(make_spec(), 1, 1.0), event(1)])
     has_begun, may_end = threading.Event(), threading.Event()
 
@@ -48,17 +46,14 @@ async def test_a_long_read_sees_one_state_and_delays_no_commit(
     may_end.set()
     assert await reading == (1, 1)
     assert await store._read(event_count) == 11, "the next read sees what was committed"
-    await store.close()
 
 
-async def test_a_reader_writes_nothing(database: Path | str) -> None:
-    store = await SqlStore.open(database)
+async def test_a_reader_writes_nothing(store: SqlStore) -> None:
     await store.write([NewRun(make_spec(), 1, 1.0)])
     with pytest.raises(DatabaseUnreadableError) as caught:
         await store._read(lambda connection: connection.execute(delete(schema.runs)))
     assert "only" in str(caught.value.__cause__)
     assert await store.run_numbers("job") == [1]
-    await store.close()
 
 
 def read_until(has_begun: threading.Event, is_written: threading.Event, connection: Connection) -> None:
@@ -89,12 +84,10 @@ async def test_overlapping_readers_do_not_let_the_log_grow_without_bound(
     assert max(sizes) < 2 * limit_bytes
 
 
-async def test_a_database_in_use_can_be_checked(database: Path | str) -> None:
-    store = await SqlStore.open(database)
+async def test_a_database_in_use_can_be_checked(store: SqlStore, database: Path | str) -> None:
     await store.write([NewRun(make_spec(), 1, 1.0)])
     assert await asyncio.to_thread(check_database, database) == []
     await store.write([event(1)])
-    await store.close()
 
 
 async def test_the_writing_connection_closes_after_the_others(
@@ -107,20 +100,17 @@ async def test_the_writing_connection_closes_after_the_others(
     monkeypatch.setattr(sql_store, "CLOSE_LIMIT_S", 0.05)
     store = await SqlStore.open(tmp_path / "jobs.db")
     await store.write([NewRun(make_spec(), 1, 1.0)])
-    reader, writer = store._reader, store._opened
     order: list[str] = []
 
-    def close_reader() -> None:
-        threading.Event().wait(0.2)  # the writing connection could close meanwhile
-        reader.close()
-        order.append("reader")
+    def slowly(name: str, connection: Opened) -> Opened:
+        def close() -> None:
+            threading.Event().wait(0.2)  # the writing connection could close meanwhile
+            connection.close()
+            order.append(name)
 
-    def close_writer() -> None:
-        threading.Event().wait(0.2)
-        writer.close()
-        order.append("writer")
+        return replace(connection, close=close)
 
-    store._reader, store._opened = replace(reader, close=close_reader), replace(writer, close=close_writer)
+    store._reader, store._opened = slowly("reader", store._reader), slowly("writer", store._opened)
     await store.close()
     assert order == ["reader", "writer"]
     assert not (tmp_path / "jobs.db-wal").exists()

@@ -1,5 +1,6 @@
 """Both providers against answers in their documented forms, and against malformed ones."""
 
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from perseus.service.domain.signals import HOUR_S, SignalKind
 from perseus.service.fleet.signals.history import SignalHistory
+from perseus.service.fleet.signals.series import Signal
 from perseus.service.signals.electricity_maps import ElectricityMaps
 from perseus.service.signals.json_client import JsonClient
 from perseus.service.signals.source import SourceError
@@ -71,9 +73,10 @@ def uk_row(half_hour: int, forecast: float, actual: float | None) -> dict[str, A
 
 UK_ROWS = [uk_row(n, 200.0 + n, 100.0 + n if n < 24 else None) for n in range(20, 30)]
 UK_PATH = "/2026-02-18T12:00Z/2026-03-03T12:00Z"
+INTENSITY, REGION_13 = f"/intensity{UK_PATH}", f"/regional/intensity{UK_PATH}/regionid/13"
 UK = {
-    f"/intensity{UK_PATH}": {"data": UK_ROWS},
-    f"/regional/intensity{UK_PATH}/regionid/13": {
+    INTENSITY: {"data": UK_ROWS},
+    REGION_13: {
         "data": {
             "regionid": 13,
             "dnoregion": "UKPN London",
@@ -92,24 +95,32 @@ UK = {
 }
 
 
-def maps(
-    server: SignalServer, kind: SignalKind = SignalKind.CARBON, *, has_forecast: bool = True
-) -> ElectricityMaps:
-    client = JsonClient(server.url, {"auth-token": KEY}, timeout_s=5.0)
-    return ElectricityMaps(client, kind, "DE", STALE_S, has_forecast=has_forecast)
+Source = ElectricityMaps | UkCarbonIntensity
+Open = Callable[[JsonClient], Source]
 
 
-def uk(server: SignalServer, region: int | None = None, *, has_forecast: bool = True) -> UkCarbonIntensity:
-    return UkCarbonIntensity(
-        JsonClient(server.url, timeout_s=5.0), region, STALE_S, has_forecast=has_forecast
-    )
+def maps(kind: SignalKind = SignalKind.CARBON, *, has_forecast: bool = True) -> Open:
+    return lambda client: ElectricityMaps(client, kind, "DE", STALE_S, has_forecast=has_forecast)
+
+
+def uk(region: int | None = None, *, has_forecast: bool = True) -> Open:
+    return lambda client: UkCarbonIntensity(client, region, STALE_S, has_forecast=has_forecast)
+
+
+async def read(
+    answers: Mapping[str, Any], opened: Open, now_s: float = NOON_S
+) -> tuple[Signal, SignalServer]:
+    """Read a signal from a server with these answers."""
+    async with serving(answers) as server:
+        source = opened(JsonClient(server.url, {"auth-token": KEY}, timeout_s=5.0))
+        try:
+            return await source.read(now_s), server
+        finally:
+            await source.close()
 
 
 async def test_electricity_maps_returns_the_last_day_and_the_next_ones() -> None:
-    async with serving(MAPS) as server:
-        source = maps(server)
-        signal = await source.read(NOON_S)
-        await source.close()
+    signal, server = await read(MAPS, maps())
     hours = [int((time_s - NOON_S) // HOUR_S) + 12 for time_s in signal.times_s]
     assert hours == list(range(9, 20))
     assert list(signal.values) == [300.0 + hour if hour <= 12 else 400.0 + hour for hour in hours]
@@ -119,10 +130,7 @@ async def test_electricity_maps_returns_the_last_day_and_the_next_ones() -> None
 
 
 async def test_its_prices_are_per_kilowatt_hour_and_may_be_negative() -> None:
-    async with serving(MAPS) as server:
-        source = maps(server, SignalKind.PRICE)
-        signal = await source.read(NOON_S)
-        await source.close()
+    signal, _ = await read(MAPS, maps(SignalKind.PRICE))
     assert list(signal.values) == pytest.approx([-0.005, 0.005, 0.015, 0.025])
 
 
@@ -141,10 +149,8 @@ async def test_quarter_hours_count_each_in_the_mean_of_their_hour(
         {"datetime": f"2026-03-01T{at}:00.000Z", name: value, "unit": "EUR/MWh"}
         for at, value in values.items()
     ]
-    async with serving({path: {"zone": "DE", rows_name: quarters}}) as server:
-        source = maps(server, kind, has_forecast=kind is SignalKind.PRICE)
-        signal = await source.read(NOON_S + HOUR_S)
-        await source.close()
+    source = maps(kind, has_forecast=kind is SignalKind.PRICE)
+    signal, _ = await read({path: {"zone": "DE", rows_name: quarters}}, source, NOON_S + HOUR_S)
     assert signal.valid_s == HOUR_S / 4
     assert signal.value_at(NOON_S + HOUR_S / 4) == 60.0 / factor
     history = SignalHistory()
@@ -153,97 +159,72 @@ async def test_quarter_hours_count_each_in_the_mean_of_their_hour(
     assert signal.hourly(NOON_S + HOUR_S)[1].tolist() == pytest.approx([100.0 / factor])
 
 
-async def test_without_forecasts_only_past_values_are_returned() -> None:
-    async with serving(MAPS | UK) as server:
-        sources = maps(server, has_forecast=False), uk(server, has_forecast=False)
-        ends_s = [(await source.read(NOON_S)).times_s[-1] for source in sources]
-        for source in sources:
-            await source.close()
-    assert ends_s == [NOON_S, NOON_S]
+@pytest.mark.parametrize("source", [maps(has_forecast=False), uk(has_forecast=False)], ids=["maps", "uk"])
+async def test_without_forecasts_only_past_values_are_returned(source: Open) -> None:
+    signal, server = await read(MAPS | UK, source)
+    assert signal.times_s[-1] == NOON_S
     assert not any("forecast" in path for path, _ in server.asked)
 
 
 @pytest.mark.parametrize(("region", "first"), [(None, 120.0), (13, 220.0)])
 async def test_the_uks_half_hours_are_measured_and_then_forecast(region: int | None, first: float) -> None:
-    async with serving(UK) as server:
-        source = uk(server, region)
-        signal = await source.read(NOON_S)
-        await source.close()
-    assert signal.valid_s == HOUR_S / 2
-    assert signal.values[0] == first
-    assert signal.value_at(NOON_S) == 224.0
+    signal, _ = await read(UK, uk(region))
+    assert (signal.valid_s, signal.values[0], signal.value_at(NOON_S)) == (HOUR_S / 2, first, 224.0)
     assert signal.times_s[-1] == NOON_S + 2.5 * HOUR_S
 
 
-BAD_MAPS: list[tuple[Any, str]] = [
-    ({"zone": "FR", "history": []}, "expected zone DE, found 'FR'"),
-    ({"history": []}, "expected zone, found none"),
-    ({"zone": "DE"}, "expected history, found none"),
-    ({"zone": "DE", "history": {}}, "history: expected a list, found dict"),
-    ({"zone": "DE", "history": []}, "expected at least one value, found none"),
-    ({"zone": "DE", "history": [maps_row(9, None)]}, "expected at least one value, found none"),
-    (
-        {"zone": "DE", "history": [{"datetime": "2026-03-01T09:00:00Z"}]},
-        "expected carbonIntensity, found none",
-    ),
-    (
-        {"zone": "DE", "history": [{"datetime": 5, "carbonIntensity": 1}]},
-        "expected a time in ISO 8601, found 5",
-    ),
-    (
-        {"zone": "DE", "history": [{"datetime": "2026-03-01T09:00:00Z", "carbonIntensity": "1"}]},
-        "expected a number or null, found '1'",
-    ),
-    ({"zone": "DE", "history": [maps_row(9, -1.0)]}, r"values\[0\]: expected 0 to 2000, found -1.0"),
-    ({"zone": "DE", "history": [None] * 10_001}, "history: expected at most 10000 rows, found 10001"),
-    ([], "expected zone, found none"),
-    ("text", "expected zone, found none"),
-]
+PRICES, HISTORY = "/v4/price-day-ahead/combined", "/v3/carbon-intensity/history"
 
 
-@pytest.mark.parametrize(("answer", "text"), BAD_MAPS)
-async def test_a_malformed_answer_is_one_clear_error(answer: Any, text: str) -> None:
-    async with serving({"/v3/carbon-intensity/history": answer}) as server:
-        source = maps(server, has_forecast=False)
-        with pytest.raises(SourceError, match=f"^Electricity Maps: .*{text}$"):
-            await source.read(NOON_S)
-        await source.close()
+def history(*rows: Any) -> dict[str, Any]:
+    return {"zone": "DE", "history": list(rows)}
 
 
-@pytest.mark.parametrize("unit", ["EUR/kWh", None, 5])
-async def test_prices_in_another_unit_are_refused(unit: Any) -> None:
-    row = {"datetime": "2026-03-01T09:00:00Z", "value": 1.0, "unit": unit}
-    async with serving({"/v4/price-day-ahead/combined": {"zone": "DE", "data": [row]}}) as server:
-        source = maps(server, SignalKind.PRICE)
-        with pytest.raises(SourceError, match="expected a currency per MWh"):
-            await source.read(NOON_S)
-        await source.close()
+def at_nine(name: str, value: Any, **others: Any) -> dict[str, Any]:
+    return {"datetime": "2026-03-01T09:00:00Z", name: value, **others}
+
+
+def half_hour(**parts: Any) -> dict[str, Any]:
+    return {"data": [{"from": "2026-03-01T09:00Z", **parts}]}
+
+
+def priced(unit: Any) -> dict[str, Any]:
+    return {"zone": "DE", "data": [at_nine("value", 1.0, unit=unit)]}
+
+
+PAST, PRICE = maps(has_forecast=False), maps(SignalKind.PRICE)
+A_TIME = "expected a time in ISO 8601, found"
+ONE_VALUE = "expected at least one value, found none"
+A_UNIT = "expected a currency per MWh, found .*"
 
 
 @pytest.mark.parametrize(
-    ("answer", "text"),
+    ("opened", "path", "answer", "text"),
     [
-        ({"data": [{"from": "2026-03-01T09:00Z"}]}, "expected intensity, found none"),
-        (
-            {"data": [{"from": "2026-03-01T09:00Z", "intensity": {}}]},
-            "expected intensity.forecast, found none",
-        ),
-        ({"data": [{"from": "x", "intensity": {"forecast": 1}}]}, "expected a time in ISO 8601, found 'x'"),
-        ({"error": {"code": "400 Bad Request", "message": "…"}}, "expected data, found none"),
+        (PAST, HISTORY, {"zone": "FR", "history": []}, "expected zone DE, found 'FR'"),
+        (PAST, HISTORY, {"history": []}, "expected zone, found none"),
+        (PAST, HISTORY, {"zone": "DE"}, "expected history, found none"),
+        (PAST, HISTORY, {"zone": "DE", "history": {}}, "history: expected a list, found dict"),
+        (PAST, HISTORY, history(), ONE_VALUE),
+        (PAST, HISTORY, history(maps_row(9, None)), ONE_VALUE),
+        (PAST, HISTORY, history(at_nine("x", 1.0)), "expected carbonIntensity, found none"),
+        (PAST, HISTORY, history({"datetime": 5, "carbonIntensity": 1}), f"{A_TIME} 5"),
+        (PAST, HISTORY, history(at_nine("carbonIntensity", "1")), "expected a number or null, found '1'"),
+        (PAST, HISTORY, history(maps_row(9, -1.0)), r"values\[0\]: expected 0 to 2000, found -1.0"),
+        (PAST, HISTORY, history(*[None] * 10_001), "history: expected at most 10000 rows, found 10001"),
+        (PAST, HISTORY, [], "expected zone, found none"),
+        (PAST, HISTORY, "text", "expected zone, found none"),
+        (PRICE, PRICES, priced("EUR/kWh"), A_UNIT),
+        (PRICE, PRICES, priced(None), A_UNIT),
+        (PRICE, PRICES, priced(5), A_UNIT),
+        (uk(), INTENSITY, half_hour(), "expected intensity, found none"),
+        (uk(), INTENSITY, half_hour(intensity={}), "expected intensity.forecast, found none"),
+        (uk(), INTENSITY, {"data": [{"from": "x", "intensity": {"forecast": 1}}]}, f"{A_TIME} 'x'"),
+        (uk(), INTENSITY, {"error": {"code": "400 Bad Request"}}, "expected data, found none"),
+        (uk(13), REGION_13, {"data": {"regionid": 12, "data": UK_ROWS}}, "expected regionid 13, found 12"),
     ],
 )
-async def test_malformed_answers_of_the_uk_are_refused(answer: Any, text: str) -> None:
-    async with serving({f"/intensity{UK_PATH}": answer}) as server:
-        source = uk(server)
-        with pytest.raises(SourceError, match=f"^Carbon Intensity API: {text}$"):
-            await source.read(NOON_S)
-        await source.close()
-
-
-async def test_a_region_other_than_requested_is_refused() -> None:
-    answer = {"data": {"regionid": 12, "data": UK_ROWS}}
-    async with serving({f"/regional/intensity{UK_PATH}/regionid/13": answer}) as server:
-        source = uk(server, 13)
-        with pytest.raises(SourceError, match="expected regionid 13, found 12"):
-            await source.read(NOON_S)
-        await source.close()
+async def test_a_malformed_answer_is_one_clear_error(opened: Open, path: str, answer: Any, text: str) -> None:
+    name = "Electricity Maps: .*" if path in (HISTORY, PRICES) else "Carbon Intensity API: "
+    with pytest.raises(SourceError, match=f"^{name}{text}$"):
+        await read({path: answer}, opened)

@@ -29,7 +29,8 @@ from perseus.service.web.page_api import PageApi
 from perseus.service.web.page_files import PageFile
 from perseus.service.web.scrape import Scrape
 from perseus.v1 import frontier_service_pb2, job_service_pb2, ledger_service_pb2, power_service_pb2
-from tests.service.grpc_fakes import ThreadWorker
+from tests.ports import free_port
+from tests.service.grpc_fakes import ALL_PLACES, Client, FakeAgent, ThreadWorker, connected, make_settings
 
 FILES = {
     "index.html": PageFile.of("index.html", b"<!doctype html>" + b"<p>jobs</p>" * 100),
@@ -104,6 +105,40 @@ async def serving(
         job_solver.close()
         request_solver.close()
         await store.close()
+
+
+@dataclass
+class Site:
+    """A whole coordinator, by gRPC and at its URL."""
+
+    client: Client
+    url: str
+    session: aiohttp.ClientSession
+
+    @property
+    def metrics(self) -> str:
+        return f"{self.url}/metrics"
+
+    async def train(self, state: int, count: int = 0) -> FakeAgent:
+        """Train the job until it has a state, and for some iterations more."""
+        agent = FakeAgent(self.client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate_until(self.client, state)
+        await agent.iterate(count)
+        return agent
+
+    async def post(self, path: str, body: object, headers: Mapping[str, str] | None = None) -> "Answer":
+        return await ask(self.session, "POST", f"{self.url}/api/{path}", body, headers)
+
+
+@asynccontextmanager
+async def site(folder: Path, **settings: Any) -> AsyncIterator[Site]:
+    http = f"127.0.0.1:{free_port()}"
+    async with (
+        connected(make_settings(folder, http=http, **settings)) as client,
+        aiohttp.ClientSession() as session,
+    ):
+        yield Site(client, f"http://{http}", session)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from perseus.demo.security import Security
 from perseus.metrics import names
 from perseus.service.domain.errors import AddressUnavailableError
 from perseus.service.domain.power import Feed, FeedStatus
+from perseus.service.job.iterations.iteration_log import IterationLog
 from perseus.service.job.ranks.rank_table import RankTable
 from perseus.service.shell.power import Power
 from perseus.v1 import agent_service_pb2, job_pb2, job_service_pb2, ledger_service_pb2
@@ -20,14 +21,13 @@ from tests.ports import free_port
 from tests.service.grpc_fakes import (
     ALL_PLACES,
     TIMEOUT_S,
-    FakeAgent,
-    connected,
     make_secured_settings,
     make_settings,
     refusal,
     running_here,
     until,
 )
+from tests.service.web.page_server import site
 from tests.service.web.scraping import Samples, get, scrape, value
 
 # Metrics that exist only where there is something to report.
@@ -49,42 +49,63 @@ def series_of(samples: Samples, metrics: tuple[names.Metric, ...]) -> dict[str, 
     return found
 
 
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answer each scrape anew."""
+    monkeypatch.setattr("perseus.service.web.scrape.FRESH_S", 0.0)
+
+
 async def test_a_jobs_metrics_agree_with_grpc(tmp_path: Path) -> None:
-    http = f"127.0.0.1:{free_port()}"
-    settings = make_settings(tmp_path, http=http, metrics_ranks=True, signals={"grid": CARBON})
-    async with connected(settings) as client:
-        await client.register()
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.join()
-        await agent.send(heartbeat=agent_service_pb2.Heartbeat(clock_ahead_s=-7.0))
-        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
-        await agent.iterate(4)
-        _, reason, _ = await refusal(client.job("another"))
-        job, samples = await client.job(), await scrape(f"http://{http}/metrics")
+    async with site(tmp_path, metrics_ranks=True, signals={"grid": CARBON}) as here:
+        client = here.client
+        samples: Samples = {}
 
         def of_job(name: str, **labels: str) -> float:
             return value(samples, f"perseus_job_{name}", job_id="job", **labels)
 
-        assert {state: of_job("state", state=state) for state in ("planned", "profiling", "stock")} == {
-            "planned": 1,
-            "profiling": 0,
-            "stock": 0,
+        await client.register()
+        agent = await here.train(job_pb2.JOB_STATE_PROFILING, 6)
+        job, samples = await client.job(), await scrape(here.metrics)
+        assert of_job("state", state="profiling") == 1
+        assert of_job("profiling_tried_clocks") == job.profiling_progress.tried_clock_count
+        assert of_job("profiling_max_clocks") == job.profiling_progress.max_clock_count > 0
+        assert of_job("profiling_remaining_seconds") >= 0
+
+        await agent.send(heartbeat=agent_service_pb2.Heartbeat(clock_ahead_s=-7.0))
+        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+        await agent.iterate(4)
+        _, reason, _ = await refusal(client.job("another"))
+        job, samples = await client.job(), await scrape(here.metrics)
+        states = {state: of_job("state", state=state) for state in ("planned", "profiling", "stock")}
+        assert states == {"planned": 1, "profiling": 0, "stock": 0}
+        request = job_service_pb2.GetReportRequest(job_id="job")
+        period = (await client.jobs.GetReport(request, timeout=TIMEOUT_S)).periods[-1]
+        assert {
+            "connected": of_job("ranks", state="connected"),
+            "baseline": of_job("baseline_seconds"),
+            "t_min": of_job("frontier_seconds", point="t_min"),
+            "t_slow": of_job("frontier_seconds", point="t_slow"),
+            "profiled": of_job("profiled_clocks"),
+            "iterations": of_job("iterations_total", regular="yes"),
+            "measured": of_job("measured_seconds"),
+            "violations": of_job("prediction_violations_total"),
+            "quarantines": of_job("quarantines_total"),
+        } == {
+            "connected": 4,
+            "baseline": job.baseline.iteration_time_s,
+            "t_min": job.t_min_s + job.iteration_overhead_s,
+            "t_slow": job.t_slow_s + job.iteration_overhead_s,
+            "profiled": job.profiled_clock_count,
+            "iterations": agent.ranks[ALL_PLACES[0]].iteration + 1,
+            "measured": period.iteration_time_s,
+            "violations": 0,
+            "quarantines": 0,
         }
-        assert of_job("ranks", state="connected") == 4
-        assert of_job("baseline_seconds") == job.baseline.iteration_time_s
-        assert of_job("frontier_seconds", point="t_min") == job.t_min_s + job.iteration_overhead_s
-        assert of_job("frontier_seconds", point="t_slow") == job.t_slow_s + job.iteration_overhead_s
-        assert of_job("profiled_clocks") == job.profiled_clock_count
-        assert of_job("iterations_total", regular="yes") == agent.ranks[ALL_PLACES[0]].iteration + 1
         assert of_job("iteration_seconds") == pytest.approx(0.8)
         assert of_job("power_watts") == pytest.approx(of_job("iteration_energy_joules") / 0.8)
         assert of_job("predicted_seconds") >= job.baseline.iteration_time_s
-        request = job_service_pb2.GetReportRequest(job_id="job")
-        period = (await client.jobs.GetReport(request, timeout=TIMEOUT_S)).periods[-1]
-        assert of_job("measured_seconds") == pytest.approx(period.iteration_time_s)
         assert of_job("saving_ratio") == pytest.approx(period.saving.energy_percent / 100, abs=1e-12)
         assert of_job("plan_switches_total") >= 1
-        assert of_job("prediction_violations_total") == of_job("quarantines_total") == 0
 
         assert value(samples, "perseus_jobs", state="planned") == 1
         assert value(samples, "perseus_telemetry_batches_total", outcome="taken") == agent.sequence
@@ -108,22 +129,12 @@ async def test_a_jobs_metrics_agree_with_grpc(tmp_path: Path) -> None:
         assert value(samples, "perseus_signal_failures_total", signal="grid") >= 1
         straggling = job_service_pb2.ReportStragglerRequest(job_id="job", pipeline=0, slowdown_factor=1.2)
         job = (await client.jobs.ReportStraggler(straggling, timeout=TIMEOUT_S)).job
-
-        async def is_reported() -> bool:
-            nonlocal samples
-            samples = await scrape(f"http://{http}/metrics")
-            return of_job("stragglers", source="reported") == 1
-
-        await until(is_reported)  # an answer is reused for a second
+        samples = await scrape(here.metrics)
+        assert of_job("stragglers", source="reported") == 1
         assert of_job("straggler_seconds") == pytest.approx(1.2 * job.t_min_s + job.iteration_overhead_s)
         await client.finish()
-
-        async def is_gone() -> bool:
-            nonlocal samples
-            samples = await scrape(f"http://{http}/metrics")
-            return value(samples, "perseus_jobs", state="finished") == 1
-
-        await until(is_gone)
+        samples = await scrape(here.metrics)
+        assert value(samples, "perseus_jobs", state="finished") == 1
         assert not any(("job_id", "job") in labels for _, labels in samples), "an ended job has no series"
 
 
@@ -131,58 +142,42 @@ async def test_the_ledgers_totals_outlast_jobs_and_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("perseus.service.shell.ledger.TOTALS_S", 0.05)
-    http = f"127.0.0.1:{free_port()}"
-    settings = make_settings(tmp_path, http=http, price_per_kwh=0.25)
     samples: Samples = {}
-    energy_j = 0.0
 
     async def are_reported() -> bool:
-        nonlocal samples
-        samples = await scrape(f"http://{http}/metrics")
+        samples.clear()
+        samples.update(await scrape(here.metrics))
         reported_j = samples.get(("perseus_ledger_energy_joules", frozenset()))
-        return reported_j == pytest.approx(energy_j)
+        return reported_j == pytest.approx(3.6e6 * total.energy_kwh)
 
-    async with connected(settings) as client:
-        await client.register()
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.join()
-        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
-        await agent.iterate(4)
-        await client.finish()
+    async with site(tmp_path, price_per_kwh=0.25) as here:
+        await here.client.register()
+        agent = await here.train(job_pb2.JOB_STATE_PLANNED, 4)
+        await here.client.finish()
         request = ledger_service_pb2.ListLedgerEntriesRequest()
-        stub = LedgerServiceStub(client.channel)
+        stub = LedgerServiceStub(here.client.channel)
         total = (await stub.ListLedgerEntries(request, timeout=TIMEOUT_S)).total
-        energy_j = 3.6e6 * total.energy_kwh
-        assert energy_j > 0
+        assert total.energy_kwh > 0
         await until(are_reported)
         await agent.end()
-    async with connected(settings):
+    async with site(tmp_path, price_per_kwh=0.25) as here:
         await until(are_reported)
     saved_j = value(samples, "perseus_ledger_saved_energy_joules")
     assert saved_j == pytest.approx(3.6e6 * total.saved_energy_kwh)
     assert value(samples, "perseus_ledger_cost") == pytest.approx(total.cost)
     assert value(samples, "perseus_ledger_saved_cost") == pytest.approx(total.saved_cost)
     reported = {name for name, _ in samples if name.startswith("perseus_ledger_")}
-    assert reported == {metric.name for metric in names.LEDGER if "carbon" not in metric.name}, (
-        "no rate is known"
-    )
+    rated = {metric.name for metric in names.LEDGER if "carbon" not in metric.name}
+    assert reported == rated, "no rate of carbon is known"
 
 
 async def test_series_do_not_grow_with_ranks_unless_asked_for(tmp_path: Path) -> None:
-    http = f"127.0.0.1:{free_port()}"
-    counts: dict[str, int] = {}
-    async with connected(make_settings(tmp_path, http=http)) as client:
+    async with site(tmp_path) as here:
         for pipelines in (1, 64):
-            job_id = f"job-{pipelines}"
-            await client.register(job_id=job_id, pipelines=pipelines)
-
-            async def has_job(job_id: str = job_id) -> bool:
-                samples = await scrape(f"http://{http}/metrics")
-                counts[job_id] = sum(("job_id", job_id) in labels for _, labels in samples)
-                return counts[job_id] > 0
-
-            await until(has_job)  # an answer is reused for a second
-    assert counts["job-1"] == counts["job-64"]
+            await here.client.register(job_id=f"job-{pipelines}", pipelines=pipelines)
+        samples = await scrape(here.metrics)
+    small, large = (sum(("job_id", name) in labels for _, labels in samples) for name in ("job-1", "job-64"))
+    assert small == large > 0
 
 
 @pytest.mark.parametrize("is_above", [False, True])
@@ -207,9 +202,8 @@ async def test_a_feeds_metrics_are_its_status(
         is_above_power_cap=is_above,
     )
     monkeypatch.setattr(Power, "feeds", lambda *_, **__: [(Feed("hall"), status)])
-    http = f"127.0.0.1:{free_port()}"
-    async with running_here(make_settings(tmp_path, http=http)):
-        samples = await scrape(f"http://{http}/metrics")
+    async with site(tmp_path) as here:
+        samples = await scrape(here.metrics)
     assert {metric.name: value(samples, metric.name, feed="hall") for metric in names.FEED} == {
         "perseus_feed_limit_watts": 1000.0,
         "perseus_feed_power_cap_watts": 1050.0,
@@ -223,38 +217,18 @@ async def test_a_feeds_metrics_are_its_status(
     }
 
 
-async def test_metrics_show_the_progress_of_profiling(tmp_path: Path) -> None:
-    http = f"127.0.0.1:{free_port()}"
-    async with connected(make_settings(tmp_path, http=http)) as client:
-        await client.register()
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.join()
-        await agent.iterate_until(client, job_pb2.JOB_STATE_PROFILING)
-        await agent.iterate(6)
-        job, samples = await client.job(), await scrape(f"http://{http}/metrics")
-    assert value(samples, "perseus_job_state", job_id="job", state="profiling") == 1
-    reported = {metric: value(samples, metric.name, job_id="job") for metric in PROFILING}
-    assert reported[names.JOB_PROFILING_TRIED] == job.profiling_progress.tried_clock_count
-    assert reported[names.JOB_PROFILING_MAX] == job.profiling_progress.max_clock_count > 0
-    assert reported[names.JOB_PROFILING_LEFT] >= 0
-
-
 async def test_no_work_over_ranks_is_done_unless_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def walk(_: RankTable) -> NoReturn:
         raise AssertionError("all ranks are looked at")
 
-    http = f"127.0.0.1:{free_port()}"
-    async with connected(make_settings(tmp_path, http=http)) as client:
-        await client.register()
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.join()
-        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
-        await agent.iterate(4)
+    async with site(tmp_path) as here:
+        await here.client.register()
+        await here.train(job_pb2.JOB_STATE_PLANNED, 4)
         with monkeypatch.context() as patched:
             patched.setattr(RankTable, "__iter__", walk)
-            samples = await scrape(f"http://{http}/metrics")
+            samples = await scrape(here.metrics)
     assert value(samples, "perseus_job_quarantines_total", job_id="job") == 0
     assert value(samples, "perseus_job_measured_seconds", job_id="job") > 0
 
@@ -262,40 +236,34 @@ async def test_no_work_over_ranks_is_done_unless_asked_for(
 async def test_a_job_that_fails_a_scrape_is_quarantined_and_the_others_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from perseus.service.job.iterations.iteration_log import IterationLog
+    before, failed = IterationLog.latest_period, list[IterationLog]()
 
-    http = f"127.0.0.1:{free_port()}"
-    async with connected(make_settings(tmp_path, http=http)) as client:
-        await client.register(job_id="bad")
-        await client.register(job_id="good")
-        before = IterationLog.latest_period
-        failed: list[IterationLog] = []
+    def latest_period(log: IterationLog) -> object:
+        if not failed:
+            failed.append(log)
+        if log is failed[0]:
+            raise ArithmeticError("planted")
+        return before(log)
 
-        def latest_period(log: IterationLog) -> object:
-            if not failed:
-                failed.append(log)
-            if log is failed[0]:
-                raise ArithmeticError("planted")
-            return before(log)
-
+    async with site(tmp_path) as here:
+        await here.client.register(job_id="bad")
+        await here.client.register(job_id="good")
         monkeypatch.setattr(IterationLog, "latest_period", latest_period)
-        samples = await scrape(f"http://{http}/metrics")
-    assert value(samples, "perseus_job_state", job_id="bad", state="stock") == 1
-    assert value(samples, "perseus_job_needs_resume", job_id="bad") == 1
-    assert value(samples, "perseus_job_needs_resume", job_id="good") == 0
+        samples = await scrape(here.metrics)
+    for job_id, state, needs_resume in (("bad", "stock", 1), ("good", "waiting", 0)):
+        assert value(samples, "perseus_job_state", job_id=job_id, state=state) == 1
+        assert value(samples, "perseus_job_needs_resume", job_id=job_id) == needs_resume
     assert value(samples, "perseus_job_quarantines_total", job_id="bad") == 1
-    assert value(samples, "perseus_job_state", job_id="good", state="waiting") == 1
 
 
 async def test_the_newest_of_too_many_jobs_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("perseus.service.web.collector.MAX_JOBS", 2)
-    http = f"127.0.0.1:{free_port()}"
-    async with connected(make_settings(tmp_path, http=http)) as client:
+    async with site(tmp_path) as here:
         for number in range(3):
-            await client.register(job_id=f"job-{number}")
-        samples = await scrape(f"http://{http}/metrics")
+            await here.client.register(job_id=f"job-{number}")
+        samples = await scrape(here.metrics)
     reported = {dict(labels)["job_id"] for name, labels in samples if name == "perseus_job_run_number"}
     assert reported == {"job-1", "job-2"}
     assert value(samples, "perseus_hidden_jobs") == 1

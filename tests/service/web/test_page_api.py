@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -11,9 +12,8 @@ from perseus.service.domain.errors import InternalError
 from perseus.service.shell.jobs import Jobs
 from perseus.service.web import single_flight_cache
 from perseus.v1 import job_pb2, job_service_pb2
-from tests.ports import free_port
-from tests.service.grpc_fakes import ALL_PLACES, FakeAgent, connected, make_settings, spec_message
-from tests.service.web.page_server import Answer, ask, serving
+from tests.service.grpc_fakes import ALL_PLACES, spec_message
+from tests.service.web.page_server import Answer, ask, serving, site
 
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
 
@@ -32,80 +32,57 @@ def assert_refused(answer: Answer, status: int, code: str, reason: str) -> None:
 
 
 async def test_answers_agree_with_grpc(tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    async with (
-        connected(make_settings(tmp_path, http=url.removeprefix("http://"))) as client,
-        aiohttp.ClientSession() as session,
-    ):
-        await client.register()
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.join()
-        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
-        await agent.iterate(4)
+    async with site(tmp_path) as here:
+        await here.client.register()
+        await here.train(job_pb2.JOB_STATE_PLANNED, 4)
 
-        async def same(method: str, **fields: object) -> None:
+        async def same(method: str, **fields: object) -> Any:
             asked = getattr(job_service_pb2, f"{method}Request")(**fields)
-            reported = await getattr(client.jobs, method)(asked, timeout=20)
-            answer = await ask(session, "POST", f"{url}/api/JobService/{method}", fields)
+            reported = await getattr(here.client.jobs, method)(asked, timeout=20)
+            answer = await here.post(f"JobService/{method}", fields)
             assert answer.status == 200, answer.text
             assert json_format.Parse(answer.text, type(reported)()) == reported
             assert answer.headers["Cache-Control"] == "no-store"
+            return reported
 
         await same("GetJob", job_id="job")
         await same("ListJobs")
         await same("ListRanks", job_id="job")
         await same("ListJobEvents", job_id="job", page_size=5)
-        await same("GetReport", job_id="job")
-        await same("GetTimeline", job_id="job", pipeline=1)
-        await same("GetTimeline", job_id="job", pipeline=1, from_baseline=True)
+        periods = (await same("GetReport", job_id="job")).periods
+        under = await same("GetTimeline", job_id="job", pipeline=1)
+        before = await same("GetTimeline", job_id="job", pipeline=1, from_baseline=True)
+
+        # The baseline's timeline is kept beside the latest one.
+        stock = next(each for each in periods if each.state == job_pb2.JOB_STATE_BASELINE)
+        assert before.iteration <= stock.last_iteration < under.iteration
+        assert (before.pipeline, under.pipeline) == (0, 1)
+        assert (len(before.entries), len(under.entries), len(under.blocking_power_w)) == (12, 12, 2)
+        assert all(entry.power_w > 0 for entry in (*before.entries, *under.entries))
 
         # Default values are present, optional fields may be absent; numbers of 64 bits are texts.
-        job = (await ask(session, "POST", f"{url}/api/JobService/GetJob", {"job_id": "job"})).json["job"]
+        job = (await here.post("JobService/GetJob", {"job_id": "job"})).json["job"]
         assert job["straggler_count"] == 0
         assert "finish_time" not in job
         assert job["last_event_sequence"].isdecimal()
         assert job["figures"]["iteration_time_s"] == 0.8
         assert job["figures"]["power_w"] == pytest.approx(job["figures"]["energy_j"] / 0.8)
         assert job["figures"]["predicted_iteration_time_s"] > 0
-        report = (await ask(session, "POST", f"{url}/api/JobService/GetReport", {"job_id": "job"})).json
+        report = (await here.post("JobService/GetReport", {"job_id": "job"})).json
         assert job["figures"]["saving"] == report["periods"][-1]["saving"]
 
-        frontier = await ask(session, "POST", f"{url}/api/FrontierService/GetFrontier", {"job_id": "job"})
+        frontier = await here.post("FrontierService/GetFrontier", {"job_id": "job"})
         assert frontier.json["frontier"]["t_min_s"] == job["t_min_s"]
         plan = {"job_id": "job", "iteration_time_s": job["t_slow_s"]}
-        answer = await ask(session, "POST", f"{url}/api/FrontierService/GetPlan", plan)
+        answer = await here.post("FrontierService/GetPlan", plan)
         assert len(answer.json["plan"]["stages"]) == 2
 
         # Controls work as over gRPC.
         straggler = {"job_id": "job", "pipeline": 0, "slowdown_factor": 1.2}
-        path = f"{url}/api/JobService/ReportStraggler"
-        assert_refused(
-            await ask(session, "POST", path, straggler), 403, "PERMISSION_DENIED", "ORIGIN_MISMATCH"
-        )
-        answer = await ask(session, "POST", path, straggler, {"Origin": url})
-        assert answer.json["job"]["straggler_count"] == (await client.job()).straggler_count == 1
-
-
-async def test_the_baselines_timeline_is_kept_beside_the_latest_one(tmp_path: Path) -> None:
-    async with connected(make_settings(tmp_path)) as client:
-        await client.register()
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.join()
-        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
-        await agent.iterate(6)
-
-        def asked(**fields: object) -> job_service_pb2.GetTimelineRequest:
-            return job_service_pb2.GetTimelineRequest(job_id="job", **fields)  # type: ignore[arg-type]
-
-        before = await client.jobs.GetTimeline(asked(pipeline=1, from_baseline=True), timeout=20)
-        under = await client.jobs.GetTimeline(asked(pipeline=1), timeout=20)
-        frontier = await client.jobs.GetReport(job_service_pb2.GetReportRequest(job_id="job"), timeout=20)
-        stock = next(each for each in frontier.periods if each.state == job_pb2.JOB_STATE_BASELINE)
-        assert before.iteration <= stock.last_iteration < under.iteration
-        assert (before.pipeline, under.pipeline) == (0, 1)
-        assert len(before.entries) == len(under.entries) == 12
-        assert all(entry.power_w > 0 for entry in (*before.entries, *under.entries))
-        assert len(under.blocking_power_w) == 2
+        refused = await here.post("JobService/ReportStraggler", straggler)
+        assert_refused(refused, 403, "PERMISSION_DENIED", "ORIGIN_MISMATCH")
+        answer = await here.post("JobService/ReportStraggler", straggler, {"Origin": here.url})
+        assert answer.json["job"]["straggler_count"] == (await here.client.job()).straggler_count == 1
 
 
 async def test_invalid_requests_are_answered_like_grpc(
@@ -119,43 +96,33 @@ async def test_invalid_requests_are_answered_like_grpc(
 
         assert (await call("RegisterJob", registration())).status == 200
         missing = await call("GetJob", {"job_id": "another"})
-        assert_refused(missing, 404, "NOT_FOUND", "JOB_NOT_FOUND")
         assert missing.json["metadata"] == {"job_id": "another"}
-        unsolved = await ask(
-            session, "POST", f"{server.url}/api/FrontierService/GetFrontier", {"job_id": "job"}
-        )
-        assert_refused(unsolved, 400, "FAILED_PRECONDITION", "JOB_NOT_SOLVED")
+        unsolved = await call("../FrontierService/GetFrontier", {"job_id": "job"})
         assert int(unsolved.headers["Retry-After"]) >= 1
-        range_ = await call("ReportStraggler", {"job_id": "job", "pipeline": 7, "slowdown_factor": 2})
-        assert_refused(range_, 400, "INVALID_ARGUMENT", "PIPELINE_OUT_OF_RANGE")
-        number = await call("ReportStraggler", {"job_id": "job", "slowdown_factor": "NaN"})
-        assert_refused(number, 400, "INVALID_ARGUMENT", "INVALID_FIELD")
-        control = await call("GetJob", {"job_id": "a\x07"})
-        assert_refused(control, 400, "INVALID_ARGUMENT", "INVALID_FIELD")
-
-        for body in (b"", b"{", b"[]", b'"x"', b"null", b"\xff"):
-            assert_refused(await call("GetJob", body), 400, "INVALID_ARGUMENT", "MALFORMED_MESSAGE")
-        for body in (b'{"job_id": 5}', b'{"job_id": "\\ud800"}', b'{"unknown": 1}'):
-            assert_refused(await call("GetJob", body), 400, "INVALID_ARGUMENT", "MALFORMED_MESSAGE")
-        for body in (b"[" * 60_000, b'{"spec":' * 7_000, b'{"job_id": ' + b"1" * 5_000 + b"}"):
-            assert_refused(await call("GetJob", body), 400, "INVALID_ARGUMENT", "MALFORMED_MESSAGE")
-        assert_refused(await call("GetJob", b" " * 70_000), 413, "RESOURCE_EXHAUSTED", "HTTP_413")
+        no_number = {"job_id": "job", "slowdown_factor": "NaN"}
+        beyond = {"job_id": "job", "pipeline": 7, "slowdown_factor": 2}
         form = await ask(session, "POST", f"{api}/GetJob", {"job_id": "job"}, {"Content-Type": "text/plain"})
-        assert_refused(form, 400, "INVALID_ARGUMENT", "INVALID_FIELD")
-
-        for path in (
-            "JobService/WatchJob",
-            "JobService/Fly",
-            "FrontierService/Solve",
-            "TokenService/ListTokens",
+        for answer, *expected in (
+            (missing, 404, "NOT_FOUND", "JOB_NOT_FOUND"),
+            (unsolved, 400, "FAILED_PRECONDITION", "JOB_NOT_SOLVED"),
+            (await call("ReportStraggler", beyond), 400, "INVALID_ARGUMENT", "PIPELINE_OUT_OF_RANGE"),
+            (await call("ReportStraggler", no_number), 400, "INVALID_ARGUMENT", "INVALID_FIELD"),
+            (await call("GetJob", {"job_id": "a\x07"}), 400, "INVALID_ARGUMENT", "INVALID_FIELD"),
+            (await call("GetJob", b" " * 70_000), 413, "RESOURCE_EXHAUSTED", "HTTP_413"),
+            (form, 400, "INVALID_ARGUMENT", "INVALID_FIELD"),
+            (await ask(session, "GET", f"{server.url}/api"), 404, "NOT_FOUND", "HTTP_404"),
+            (await ask(session, "GET", f"{api}/GetJob"), 405, "UNIMPLEMENTED", "HTTP_405"),
+            (await ask(session, "GET", f"{server.url}/api/ranks/x"), 404, "NOT_FOUND", "JOB_NOT_FOUND"),
         ):
+            assert_refused(answer, *expected)
+        bodies = b"", b"{", b"[]", b'"x"', b"null", b"\xff", b'{"job_id": 5}', b'{"job_id": "\\ud800"}'
+        deep = b"[" * 60_000, b'{"spec":' * 7_000, b'{"job_id": ' + b"1" * 5_000 + b"}"
+        for body in (*bodies, b'{"unknown": 1}', *deep):
+            assert_refused(await call("GetJob", body), 400, "INVALID_ARGUMENT", "MALFORMED_MESSAGE")
+        calls = "JobService/WatchJob", "JobService/Fly", "FrontierService/Solve", "TokenService/ListTokens"
+        for path in calls:
             unknown = await ask(session, "POST", f"{server.url}/api/{path}", {})
             assert_refused(unknown, 501, "UNIMPLEMENTED", "UNKNOWN_CALL")
-        assert_refused(await ask(session, "GET", f"{server.url}/api"), 404, "NOT_FOUND", "HTTP_404")
-        assert_refused(await ask(session, "GET", f"{api}/GetJob"), 405, "UNIMPLEMENTED", "HTTP_405")
-        assert_refused(
-            await ask(session, "GET", f"{server.url}/api/ranks/another"), 404, "NOT_FOUND", "JOB_NOT_FOUND"
-        )
 
         async def failing(*_: object, **__: object) -> None:
             raise ArithmeticError("planted")
@@ -218,43 +185,34 @@ async def test_every_answer_restricts_the_page(tmp_path: Path) -> None:
 
 async def test_the_grid_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(single_flight_cache, "MAX_FRESH_S", 0.0)  # each answer is made again
-    url = f"http://127.0.0.1:{free_port()}"
     async with (
-        connected(make_settings(tmp_path, http=url.removeprefix("http://"))) as client,
-        aiohttp.ClientSession() as session,
+        site(tmp_path) as here,
+        aiohttp.ClientSession(headers={"Accept-Encoding": "gzip"}) as packed,
     ):
-        await client.register()
-        grid = (await ask(session, "GET", f"{url}/api/ranks/job")).json
+        ranks = f"{here.url}/api/ranks/job"
+        await here.client.register()
+        grid = (await ask(here.session, "GET", ranks)).json
         assert (grid["shape"], grid["run_number"]) == ([2, 2, 1], 1)
         assert [grid["states"][number] for number in grid["state"]] == ["EXPECTED"] * 4
         for column in ("iteration", "clock_mhz", "slowness", "power_w"):
             assert grid[column] == [None] * 4
 
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.join()
-        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
-        await agent.iterate(6)
-        async with aiohttp.ClientSession(headers={"Accept-Encoding": "gzip"}) as packed:
-            reported = await ask(packed, "GET", f"{url}/api/ranks/job")
-            again = await ask(session, "GET", f"{url}/api/ranks/job")
+        agent = await here.train(job_pb2.JOB_STATE_PLANNED, 6)
+        reported = await ask(packed, "GET", ranks)
+        assert reported.text == (await ask(here.session, "GET", ranks)).text
         assert reported.headers["Content-Encoding"] == "gzip"
         grid = json.loads(reported.text)
-        assert reported.text == again.text
         assert [grid["states"][number] for number in grid["state"]] == ["CONNECTED"] * 4
         assert set(grid["iteration"]) == {agent.ranks[ALL_PLACES[0]].iteration}
-        ranks = await client.ranks()
-        assert len(ranks) == 4
-        timeline = await client.jobs.GetTimeline(
-            job_service_pb2.GetTimelineRequest(job_id="job", pipeline=1), timeout=20
-        )
+        asked = job_service_pb2.GetTimelineRequest(job_id="job", pipeline=1)
+        timeline = await here.client.jobs.GetTimeline(asked, timeout=20)
         own = [entry for entry in timeline.entries if entry.stage == 1]
-        mean_mhz = sum(each.clock_mhz * each.duration_s for each in own) / sum(
-            each.duration_s for each in own
-        )
+        own_s = sum(each.duration_s for each in own)
+        mean_mhz = sum(each.clock_mhz * each.duration_s for each in own) / own_s
         assert grid["clock_mhz"][3] == pytest.approx(mean_mhz, abs=0.1)
-        job = await client.job()
+        job = await here.client.job()
         planned = {"job_id": "job", "iteration_time_s": job.planned_iteration_time_s[1]}
-        plan = (await ask(session, "POST", f"{url}/api/FrontierService/GetPlan", planned)).json["plan"]
+        plan = (await here.post("FrontierService/GetPlan", planned)).json["plan"]
         planned_s = sum(each["duration_s"] for each in plan["stages"][1]["computations"])
-        assert grid["slowness"][3] == pytest.approx(sum(each.duration_s for each in own) / planned_s, rel=0.1)
+        assert grid["slowness"][3] == pytest.approx(own_s / planned_s, rel=0.1)
         assert sum(grid["power_w"]) == pytest.approx(job.figures.power_w, abs=0.5)

@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,8 @@ from structlog.testing import capture_logs
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.web import event_sources, event_stream, json_text
 from perseus.v1 import job_pb2, job_service_pb2
-from tests.ports import free_port
-from tests.service.grpc_fakes import ALL_PLACES, Client, FakeAgent, connected, make_settings, until
-from tests.service.web.page_server import Stream, ask, serving, streaming
+from tests.service.grpc_fakes import ALL_PLACES, FakeAgent, until
+from tests.service.web.page_server import Stream, ask, serving, site, streaming
 from tests.service.web.test_page_api import assert_refused, registration
 
 OF_OTHERS = 1
@@ -35,16 +33,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_sources, "FIGURES_S", 0.1)
 
 
-@asynccontextmanager
-async def watched(folder: Path) -> AsyncIterator[tuple[Client, str, aiohttp.ClientSession]]:
-    url = f"http://127.0.0.1:{free_port()}"
-    async with (
-        connected(make_settings(folder, http=url.removeprefix("http://"))) as client,
-        aiohttp.ClientSession() as session,
-    ):
-        yield client, url, session
-
-
 async def caught_up(stream: Stream) -> list[dict[str, Any]]:
     """Return the updates up to CaughtUp."""
     found: list[dict[str, Any]] = []
@@ -56,7 +44,8 @@ async def caught_up(stream: Stream) -> list[dict[str, Any]]:
 
 
 async def test_all_jobs_come_first_and_then_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with watched(tmp_path) as (client, url, session):
+    async with site(tmp_path) as here:
+        client, url, session = here.client, here.url, here.session
         await client.register(job_id="one")
         await client.register(job_id="two")
         async with streaming(session, f"{url}/api/watch/jobs") as stream:
@@ -143,11 +132,10 @@ async def test_nothing_is_made_without_readers_or_changes(
 
 
 async def test_one_jobs_stream_agrees_with_grpc(tmp_path: Path) -> None:
-    async with watched(tmp_path) as (client, url, session):
+    async with site(tmp_path) as here:
+        client, url, session = here.client, here.url, here.session
         await client.register()
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.join()
-        await agent.iterate_until(client, job_pb2.JOB_STATE_PROFILING)
+        agent = await here.train(job_pb2.JOB_STATE_PROFILING)
         watching = f"{url}/api/watch/jobs/job"
         async with streaming(session, watching) as first:
             found = await caught_up(first)
@@ -198,7 +186,8 @@ async def test_a_returning_reader_continues_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_sources, "FIRST_EVENTS", 2)
-    async with watched(tmp_path) as (client, url, session):
+    async with site(tmp_path) as here:
+        client, url, session = here.client, here.url, here.session
         await client.register()
         await FakeAgent(client, "agent", ALL_PLACES).join()
         watching = f"{url}/api/watch/jobs/job"

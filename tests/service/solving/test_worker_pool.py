@@ -15,7 +15,7 @@ from perseus.service.domain.errors import (
 )
 from perseus.service.solving.work import POINT_COUNT, _frontiers, plan_of, refine, solve_explaining
 from perseus.service.solving.worker import Answer, Worker, WorkerDiedError, WorkError
-from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
+from perseus.service.solving.worker_pool import JOBS, REQUESTS, Policy, WorkerPool
 from perseus.solver import Frontier, Pipeline, SolverError, solve
 from tests.service.solving.problems import make_problem, until
 
@@ -74,6 +74,12 @@ class ScriptedWorker(Worker):
         else:
             self.answer.set_result(answer)
 
+    async def solve(self, task: "asyncio.Task[Frontier]", problem: Pipeline | None = None) -> None:
+        """Work, once it has begun, and let the task have the result."""
+        await self.begun(problem)
+        self.end(FRONTIER)
+        assert await task is FRONTIER
+
 
 class Clock:
     def __init__(self) -> None:
@@ -94,9 +100,7 @@ DIED = WorkerDiedError("ended by signal 9 (SIGKILL)", is_of_its_work=True)
 PROBLEMS = [make_problem(2, microbatches) for microbatches in range(2, 6)]
 
 
-@pytest.fixture(scope="module")
-def frontier() -> Frontier:
-    return solve(make_problem(), point_count=3)
+FRONTIER = solve(make_problem(), point_count=3)
 
 
 @pytest.fixture
@@ -144,21 +148,17 @@ def solving(
 # ---------------------------------------------------------------------- jobs
 
 
-async def test_problems_are_solved_with_the_configured_tolerance(
-    worker: ScriptedWorker, frontier: Frontier
-) -> None:
+async def test_problems_are_solved_with_the_configured_tolerance(worker: ScriptedWorker) -> None:
     jobs = WorkerPool(JOBS, 1, 600.0, hull_tolerance=0.1, new_worker=lambda: worker)
     requests = WorkerPool(REQUESTS, 1, 600.0, hull_tolerance=0.1, new_worker=lambda: worker)
-    problem, refinement = make_problem(), frontier.refinement(1.03 * frontier.t_min_s)
+    problem, refinement = make_problem(), FRONTIER.refinement(1.03 * FRONTIER.t_min_s)
     for asked in (
         jobs.solve(problem, POINT_COUNT, set_latency_s=0.001, job_id="job", on_retry=Retries()),
         jobs.refine(refinement, "job", Retries()),
         requests.solve(problem, 5),
     ):
         task = asyncio.ensure_future(asked)
-        await worker.begun()
-        worker.end(frontier)
-        assert await task is frontier
+        await worker.solve(task)
     assert worker.asked == [
         (solve_explaining, (problem, POINT_COUNT, None, 0.001, 0.1)),
         (refine, (refinement,)),
@@ -167,47 +167,40 @@ async def test_problems_are_solved_with_the_configured_tolerance(
 
 
 async def test_an_exact_plan_makes_way_for_a_frontier_of_its_job(
-    jobs: WorkerPool, worker: ScriptedWorker, frontier: Frontier
+    jobs: WorkerPool, worker: ScriptedWorker
 ) -> None:
-    refinement = frontier.refinement(1.03 * frontier.t_min_s)
+    refinement = FRONTIER.refinement(1.03 * FRONTIER.t_min_s)
     refining = asyncio.create_task(jobs.refine(refinement, "job", Retries()))
     await worker.begun()
     solved = solving(jobs, "job")
-    await worker.begun(PROBLEMS[0])
-    worker.end(frontier)
-    assert await solved is frontier
+    await worker.solve(solved, PROBLEMS[0])
     with pytest.raises(asyncio.CancelledError):
         await refining
 
 
-async def test_the_solvers_error_comes_back(
-    jobs: WorkerPool, requests: WorkerPool, worker: ScriptedWorker
+UNSOLVABLE = SolverError("no such thing", found="1")
+BROKEN = WorkError("ZeroDivisionError: an unexpected fault")
+
+
+@pytest.mark.parametrize("policy", [JOBS, REQUESTS], ids=["jobs", "requests"])
+@pytest.mark.parametrize(
+    ("error", "kind"), [(UNSOLVABLE, SolverError), (BROKEN, InternalError)], ids=["the solver's", "a fault"]
+)
+async def test_an_error_comes_back(
+    worker: ScriptedWorker, policy: Policy, error: Exception, kind: type[Exception]
 ) -> None:
-    error = SolverError("no such thing", found="1")
-    for pool, problem in ((jobs, jobs.solve(PROBLEMS[0], 1, job_id="job")), (requests, None)):
-        asked = asyncio.ensure_future(problem or requests.solve(PROBLEMS[0], 1))
-        await worker.begun()
-        worker.end(error)
-        with pytest.raises(SolverError, match="no such thing") as caught:
-            await asked
-        assert caught.value is error
-        assert (pool.failure_count, pool.crash_count) == (1, 0)
+    pool = WorkerPool(policy, 1, 600.0, new_worker=lambda: worker)
+    job_id = "job" if policy is JOBS else None
+    asked = asyncio.ensure_future(pool.solve(PROBLEMS[0], 1, job_id=job_id))
+    await worker.begun()
+    worker.end(error)
+    with pytest.raises(kind, match=str(error).rpartition(": ")[2]) as caught:
+        await asked
+    assert (caught.value is error) == (kind is SolverError)
+    assert (pool.failure_count, pool.crash_count) == (1, 0)
 
 
-async def test_a_fault_of_the_solver_is_an_internal_error(
-    jobs: WorkerPool, requests: WorkerPool, worker: ScriptedWorker
-) -> None:
-    for work in (jobs.solve(PROBLEMS[0], 1, job_id="job"), requests.solve(PROBLEMS[0], 1)):
-        asked = asyncio.ensure_future(work)
-        await worker.begun()
-        worker.end(WorkError("ZeroDivisionError: an unexpected fault"))
-        with pytest.raises(InternalError, match="an unexpected fault"):
-            await asked
-
-
-async def test_a_problem_whose_worker_dies_is_solved_again(
-    jobs: WorkerPool, worker: ScriptedWorker, frontier: Frontier
-) -> None:
+async def test_a_problem_whose_worker_dies_is_solved_again(jobs: WorkerPool, worker: ScriptedWorker) -> None:
     retries = Retries()
     for _ in range(3):
         task = solving(jobs, "job", PROBLEMS[0], retries)
@@ -216,15 +209,15 @@ async def test_a_problem_whose_worker_dies_is_solved_again(
         asked_count = len(worker.asked)
         worker.end(DIED)
         await until(lambda count=asked_count: len(worker.asked) > count)  # type: ignore[misc]
-        worker.end(frontier)
-        assert await task is frontier
+        worker.end(FRONTIER)
+        assert await task is FRONTIER
     assert [(count, delay_s) for _, count, delay_s in retries] == [(1, 0.0)] * 3
     assert "SIGKILL" in retries[0][0]
     assert (jobs.solved.count, jobs.failure_count, jobs.crash_count) == (3, 0, 3)
 
 
 async def test_only_a_problem_that_kills_every_worker_is_given_up(
-    jobs: WorkerPool, worker: ScriptedWorker, frontier: Frontier, monkeypatch: pytest.MonkeyPatch
+    jobs: WorkerPool, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "_policy", replace(JOBS, max_crashes=3))
     retries = Retries()
@@ -233,12 +226,12 @@ async def test_only_a_problem_that_kills_every_worker_is_given_up(
     while not poison.done() or not all(other.done() for other in others):
         await asyncio.sleep(0)
         if worker.answer is not None and not worker.answer.done():
-            worker.end(DIED if worker.asked[-1][1][0] is PROBLEMS[1] else frontier)
+            worker.end(DIED if worker.asked[-1][1][0] is PROBLEMS[1] else FRONTIER)
     with pytest.raises(SolverCrashedError, match="the problem killed 3 workers"):
         await poison
     assert [count for _, count, _ in retries] == [1, 2]
     for other in others:
-        assert await other is frontier
+        assert await other is FRONTIER
 
 
 async def test_retries_wait_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +256,7 @@ async def test_retries_wait_longer_each_time(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_worker_that_does_not_start_is_not_the_problems_fault(
-    jobs: WorkerPool, worker: ScriptedWorker, frontier: Frontier
+    jobs: WorkerPool, worker: ScriptedWorker
 ) -> None:
     retries = Retries()
     task = solving(jobs, "job", PROBLEMS[0], retries)
@@ -271,13 +264,13 @@ async def test_a_worker_that_does_not_start_is_not_the_problems_fault(
         await until(lambda count=asked_count: len(worker.asked) == count)  # type: ignore[misc]
         worker.end(WorkerDiedError("ended with exit code 1", is_of_its_work=False))
     await until(lambda: len(worker.asked) == 2 * JOBS.max_crashes)
-    worker.end(frontier)
-    assert await task is frontier
+    worker.end(FRONTIER)
+    assert await task is FRONTIER
     assert retries == []
 
 
 async def test_a_large_problem_makes_way_for_small_ones(
-    short_polls: None, jobs: WorkerPool, worker: ScriptedWorker, clock: Clock, frontier: Frontier
+    short_polls: None, jobs: WorkerPool, worker: ScriptedWorker, clock: Clock
 ) -> None:
     large = solving(jobs, "large", PROBLEMS[3])
     await worker.begun()
@@ -287,28 +280,21 @@ async def test_a_large_problem_makes_way_for_small_ones(
     assert worker.asked[-1][1][0] is PROBLEMS[3], "its turn is not over"
     clock.now_s += 1.0
     for task in small:
-        await worker.begun(PROBLEMS[0])
-        worker.end(frontier)
-        assert await task is frontier
+        await worker.solve(task, PROBLEMS[0])
     await worker.begun(PROBLEMS[3])
     assert not large.done()
     assert jobs._problems["large"].turn_s == 120.0
     clock.now_s += 200.0  # alone, it keeps running
     await asyncio.sleep(0.05)
-    worker.end(frontier)
-    assert await large is frontier
+    await worker.solve(large)
 
 
-async def test_a_newer_problem_of_a_job_replaces_the_older(
-    jobs: WorkerPool, worker: ScriptedWorker, frontier: Frontier
-) -> None:
+async def test_a_newer_problem_of_a_job_replaces_the_older(jobs: WorkerPool, worker: ScriptedWorker) -> None:
     older = solving(jobs, "job", PROBLEMS[0])
     await worker.begun()
     newer = solving(jobs, "job", PROBLEMS[1])
     newest = solving(jobs, "job", PROBLEMS[2])
-    await worker.begun(PROBLEMS[2])
-    worker.end(frontier)
-    assert await newest is frontier
+    await worker.solve(newest, PROBLEMS[2])
     for replaced in (older, newer):
         with pytest.raises(asyncio.CancelledError):
             await replaced
@@ -326,7 +312,7 @@ async def test_a_problem_that_takes_longer_than_the_limit_fails(
 
 
 async def test_a_problem_cancelled_at_any_moment_leaves_nothing_behind(
-    jobs: WorkerPool, worker: ScriptedWorker, frontier: Frontier
+    jobs: WorkerPool, worker: ScriptedWorker
 ) -> None:
     running = solving(jobs, "running")
     waiting = solving(jobs, "waiting")
@@ -347,10 +333,7 @@ async def test_a_problem_cancelled_at_any_moment_leaves_nothing_behind(
     assert jobs._problems["taken"].attempt is not None
     taken.cancel()
     await asyncio.gather(taken, return_exceptions=True)
-    again = solving(jobs, "taken")
-    await worker.begun()
-    worker.end(frontier)
-    assert await again is frontier
+    await worker.solve(solving(jobs, "taken"))
 
 
 # ---------------------------------------------------------------------- requests
@@ -385,9 +368,7 @@ async def test_a_frontier_is_sent_only_to_a_worker_that_does_not_keep_it(
     assert await is_sent(frontiers[0]), "the next process keeps none"
 
 
-async def test_a_cancelled_caller_kills_its_worker(
-    requests: WorkerPool, worker: ScriptedWorker, frontier: Frontier
-) -> None:
+async def test_a_cancelled_caller_kills_its_worker(requests: WorkerPool, worker: ScriptedWorker) -> None:
     gone = asyncio.create_task(requests.solve(PROBLEMS[3], 1000))
     waiting = asyncio.create_task(requests.solve(PROBLEMS[0], 3))
     leaving = asyncio.create_task(requests.solve(PROBLEMS[1], 3))
@@ -395,9 +376,7 @@ async def test_a_cancelled_caller_kills_its_worker(
     before = worker.process_id
     leaving.cancel()
     gone.cancel()
-    await worker.begun(PROBLEMS[0])
-    worker.end(frontier)
-    assert await waiting is frontier
+    await worker.solve(waiting, PROBLEMS[0])
     assert worker.process_id != before
     with pytest.raises(asyncio.CancelledError):
         await gone
@@ -405,16 +384,16 @@ async def test_a_cancelled_caller_kills_its_worker(
 
 @pytest.mark.parametrize("turns", range(8))
 async def test_a_caller_cancelled_as_a_worker_becomes_free_leaves_nothing_behind(
-    requests: WorkerPool, worker: ScriptedWorker, frontier: Frontier, turns: int
+    requests: WorkerPool, worker: ScriptedWorker, turns: int
 ) -> None:
     first = asyncio.create_task(requests.solve(PROBLEMS[0], 3))
     leaving = asyncio.create_task(requests.solve(PROBLEMS[1], 3))
     await worker.begun()
-    worker.end(frontier)
+    worker.end(FRONTIER)
     for _ in range(turns):  # of the loop; the worker is handed on in one of them
         await asyncio.sleep(0)
     leaving.cancel()
-    assert await first is frontier
+    assert await first is FRONTIER
     with pytest.raises(asyncio.CancelledError):
         await leaving
     assert (requests.busy_count, requests.waiting_count) == (0, 0)
@@ -428,7 +407,7 @@ async def test_a_request_beyond_the_time_limit_is_ended() -> None:
 
 
 async def test_a_dead_worker_fails_its_caller_and_not_the_next(
-    requests: WorkerPool, worker: ScriptedWorker, frontier: Frontier
+    requests: WorkerPool, worker: ScriptedWorker
 ) -> None:
     doomed = asyncio.create_task(requests.solve(PROBLEMS[3], 1000))
     await worker.begun()
@@ -436,22 +415,17 @@ async def test_a_dead_worker_fails_its_caller_and_not_the_next(
     worker.end(DIED)
     with pytest.raises(SolverCrashedError, match="SIGKILL"):
         await doomed
-    following = asyncio.create_task(requests.solve(PROBLEMS[0], 3))
-    await worker.begun()
-    worker.end(frontier)
-    assert await following is frontier
+    await worker.solve(asyncio.create_task(requests.solve(PROBLEMS[0], 3)))
     assert (requests.solved.count, requests.failure_count, requests.crash_count) == (1, 1, 1)
     assert (requests.busy_count, requests.waiting_count) == (0, 0)
 
 
-async def test_too_many_callers_are_refused(
-    requests: WorkerPool, worker: ScriptedWorker, frontier: Frontier
-) -> None:
+async def test_too_many_callers_are_refused(requests: WorkerPool, worker: ScriptedWorker) -> None:
     assert REQUESTS.max_waiting is not None
     tasks = [asyncio.create_task(requests.solve(PROBLEMS[0], 3)) for _ in range(REQUESTS.max_waiting + 2)]
     while not all(task.done() for task in tasks):
         await asyncio.sleep(0)
         if worker.answer is not None and not worker.answer.done():
-            worker.end(frontier)
+            worker.end(FRONTIER)
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(result) for result in results if isinstance(result, Exception)] == [SolverBusyError]

@@ -247,15 +247,6 @@ def test_a_limit_that_cannot_be_kept_is_reported_with_the_jobs_to_pause() -> Non
     assert list(run.statuses())[-1].is_compliant
 
 
-def test_measured_power_above_the_limit_is_reported() -> None:
-    """The GPUs don't follow their plans."""
-    run = site(demand("x"))
-    run.handle(BudgetSet(Budget("b", "a", 700.0, 0.0)))
-    run.errors = {"x": 3.0}
-    run.pass_time(100)
-    assert not list(run.statuses())[-1].is_compliant
-
-
 def is_warned_of(run: Site) -> bool:
     return any(status.is_above_power_cap for status in run.statuses())
 
@@ -286,39 +277,24 @@ def test_power_above_a_power_cap_is_reported_of_jobs_whose_plans_keep_changing()
     assert machine.statuses["a"].is_above_power_cap
 
 
-def test_the_mean_that_decides_has_the_time_that_it_covers() -> None:
-    run = site(demand("x"))
-    run.handle(BudgetSet(Budget("b", "a", 700.0, 0.0)))
-    run.pass_time(4)
-    status = run.machine.statuses["a"]
-    assert (status.judged_mean_w, status.judged_s) == (None, 0.0)
-    run.pass_time(30)
-    status = run.machine.statuses["a"]
-    counted = run.drawn_w[-int(status.judged_s) :]
-    assert status.judged_mean_w == pytest.approx(sum(counted) / len(counted))
-
-
-def test_only_power_since_the_limit_had_to_be_kept_is_judged() -> None:
+def test_only_power_since_the_limit_had_to_be_kept_is_judged_and_its_excess_reported() -> None:
+    """The GPUs don't follow their plans."""
     run = site(demand("x"))
     run.handle(BudgetSet(Budget("b", "a", 700.0, 0.0)))
     run.errors = {"x": 3.0}
     run.pass_time(4)
-    assert run.machine.statuses["a"].judged_w is None
+    status = run.machine.statuses["a"]
+    assert (status.judged_w, status.judged_mean_w, status.judged_s) == (None, None, 0.0)
     run.pass_time(30)
-    judged_w = run.machine.statuses["a"].judged_w
-    assert judged_w == pytest.approx(sum(run.drawn_w[-10:]) / 10)
+    status = run.machine.statuses["a"]
+    assert status.judged_w == pytest.approx(sum(run.drawn_w[-10:]) / 10)
+    counted = run.drawn_w[-int(status.judged_s) :]
+    assert status.judged_mean_w == pytest.approx(sum(counted) / len(counted))
+    run.pass_time(66)
+    assert not run.machine.statuses["a"].is_compliant
     run.handle(BudgetCancelled("b"))
     run.pass_time(1)
     assert run.machine.statuses["a"].judged_w is None
-
-
-def test_a_default_limits_a_feed_while_no_budget_does() -> None:
-    run = site(demand("x"), demand("y"), feed=Feed("a", default_w=1500.0))
-    run.pass_time(60)
-    run.handle(BudgetSet(Budget("more", "a", 1800.0, 60.0, 120.0)))
-    run.pass_time(120)
-    assert max(run.drawn_w[5:60]) <= 1500 < max(run.drawn_w[70:115]) <= 1800
-    assert max(run.drawn_w[125:]) <= 1500
 
 
 @pytest.mark.parametrize(
@@ -347,27 +323,45 @@ def test_slowed_jobs_and_the_power_without_plans_are_reported() -> None:
     assert run.machine.target_time_s("z") is None
 
 
-def test_the_lowest_of_several_budgets_counts_and_one_may_be_cancelled() -> None:
-    run = site(demand("x"), demand("y"), feed=Feed("a"))
-    run.handle(BudgetSet(Budget("high", "a", 1600.0, 0.0)))
-    run.handle(BudgetSet(Budget("low", "a", 1200.0, 0.0)))
-    run.pass_time(30)
-    assert run.drawn_w[-1] <= 1200
-    run.handle(BudgetCancelled("low"))
-    run.pass_time(30)
-    assert 1500 < run.drawn_w[-1] <= 1600
+STEPS: dict[str, tuple[Feed, list[tuple[list[Input], int, int, float, float]]]] = {
+    "a default limits a feed while no budget does": (
+        Feed("a", default_w=1500.0),
+        [
+            ([], 60, 5, 0, 1500),
+            ([BudgetSet(Budget("more", "a", 1800.0, 60.0, 120.0))], 60, 10, 1501, 1800),
+            ([], 60, 5, 0, 1500),
+        ],
+    ),
+    "the lowest of several budgets counts, and one may be cancelled": (
+        Feed("a"),
+        [
+            ([BudgetSet(Budget(f"{w}", "a", w, 0.0)) for w in (1600.0, 1200.0)], 30, 29, 0, 1200),
+            ([BudgetCancelled("1200.0")], 30, 29, 1501, 1600),
+        ],
+    ),
+    "jobs make room for a new job": (
+        Feed("a"),
+        [
+            ([JobLeft("y"), BudgetSet(Budget("b", "a", 1500.0, 0.0))], 20, 19, 1000, 1000),
+            ([JobChanged(demand("y"), 1.0)], 10, 9, 1001, 1500),
+            ([JobLeft("y")], 20, 19, 1000, 1000),
+        ],
+    ),
+}
 
 
-def test_jobs_make_room_for_a_new_job_under_a_budget() -> None:
-    run = site(demand("x"), feed=Feed("a"))
-    run.handle(BudgetSet(Budget("b", "a", 1500.0, 0.0)))
-    run.pass_time(20)
-    run.handle(JobChanged(demand("y"), 1.0))
-    run.pass_time(10)
-    assert run.drawn_w[-1] <= 1500
-    run.handle(JobLeft("y"))
-    run.pass_time(20)
-    assert run.drawn_w[-1] == 1000
+@pytest.mark.parametrize(("feed", "steps"), STEPS.values(), ids=STEPS)
+def test_power_stays_within_what_is_set(
+    feed: Feed, steps: list[tuple[list[Input], int, int, float, float]]
+) -> None:
+    """Steps: what is set, then for how many seconds, since when, and between which powers all draw."""
+    run = site(demand("x"), demand("y"), feed=feed)
+    for events, seconds, since_s, least_w, most_w in steps:
+        for event in events:
+            run.handle(event)
+        run.pass_time(seconds)
+        drawn_w = run.drawn_w[since_s - seconds :]
+        assert least_w <= max(drawn_w) <= most_w
 
 
 def test_a_job_without_plans_counts_as_measured() -> None:

@@ -1,6 +1,6 @@
 """Jobs without plans get a maximum clock only if plans alone can't keep a limit."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -13,6 +13,7 @@ from perseus.service.fleet.power.machine import FleetMachine
 from perseus.service.fleet.power.messages import (
     BudgetCancelled,
     BudgetSet,
+    Input,
     JobChanged,
     PowerMeasured,
     Tick,
@@ -28,153 +29,132 @@ PLANNED = JobDemand(
 )
 
 
+START = JobChanged(PLANNED, 1.0), JobChanged(UNPLANNED, 1.0)
+CANCELLED = BudgetCancelled("b")
+
+
 def budget(limit_w: float) -> BudgetSet:
     return BudgetSet(Budget("b", "a", limit_w, 0.0))
 
 
-class Fleet:
-    """Two jobs on one feed, second by second, with measurements of the unplanned one."""
+def changed(job_id: str, max_clock_mhz: int | None = None) -> JobChanged:
+    """A job without plans whose power without a maximum clock is unknown."""
+    unknown = JobDemand(job_id, measured_w={"a": 0.0}, highest_clock_mhz=HIGHEST_MHZ)
+    return JobChanged(unknown, 1.0, max_clock_mhz=max_clock_mhz)
 
-    def __init__(self, *demands: JobDemand) -> None:
+
+def restarted(limit_w: float) -> Sequence[Input]:
+    """After a restart the unplanned job is known only under a maximum clock of 700 MHz."""
+    return JobChanged(PLANNED, 1.0), budget(limit_w), changed("new", 700)
+
+
+def planned_or_not(*points: PowerPoint) -> JobChanged:
+    return JobChanged(JobDemand("new", points, {"a": 90.0}, highest_clock_mhz=HIGHEST_MHZ), 1.0)
+
+
+class Fleet:
+    """Jobs on one feed, second by second, with measurements of the unplanned ones."""
+
+    def __init__(self) -> None:
         self.machine = FleetMachine({"a": Feed("a")})
         self.now_s = 0.0
-        for demand in demands:
-            self.machine.handle(JobChanged(demand, 1.0), self.now_s)
 
-    def tick(self, new_w: float = 400.0) -> tuple[int | None, int | None]:
+    def tick(self, *events: Input, **powers_w: float) -> tuple[int | None, int | None]:
         """Let a second pass; return the maximum clocks of the planned and of the unplanned job."""
+        for event in events:
+            self.machine.handle(event, self.now_s)
         self.now_s += 1
-        self.machine.handle(PowerMeasured(1.0, {"new": {"a": new_w}}, {}), self.now_s)
+        measured = {job_id: {"a": power_w} for job_id, power_w in powers_w.items()}
+        self.machine.handle(PowerMeasured(1.0, measured, {}), self.now_s)
         self.machine.handle(Tick(), self.now_s)
         self.machine.validate_state()
         return self.machine.max_clock_mhz("planned"), self.machine.max_clock_mhz("new")
 
 
-def test_there_is_no_max_clock_without_a_limit() -> None:
-    assert Fleet(PLANNED, UNPLANNED).tick() == (None, None)
+Clocks = tuple[int | None, int | None]
+Step = tuple[Sequence[Input], int, float, Clocks | None]
+"""What happens, then for how many seconds the unplanned job draws what, and the maximum clocks meanwhile."""
+
+SCENARIOS: dict[str, list[Step]] = {
+    "none without a limit": [(START, 1, 400.0, (None, None))],
+    "the highest of its plans for a job with a target, and none for others": [
+        ((*START, budget(800.0)), 1, 400.0, (1000, None)),
+        ([CANCELLED], 1, 400.0, (None, None)),
+    ],
+    # The plan needs at least 400 W, which leaves 200 of 400 W.
+    "it saves what plans can't, stays despite low power and ends with the limit": [
+        ((*START, budget(600.0)), 1, 400.0, (1000, 700)),
+        ([], 100, 200.0, (1000, 700)),
+        ([CANCELLED], 1, 200.0, (None, None)),
+    ],
+    "the lowest without any power left": [((START[1], budget(0.0)), 1, 400.0, (None, 1))],
+    "none for a job with unknown clocks": [
+        ((JobChanged(JobDemand("new", measured_w={"a": 400.0}), 1.0), budget(100.0)), 1, 400.0, (None, None))
+    ],
+    # Its power without a maximum clock is known after the limit: 300 of 400 W are left.
+    "a restart lifts none before the limit ends": [
+        (restarted(600.0), 100, 80.0, (1000, 700)),
+        ([CANCELLED], 1, 80.0, (None, None)),
+        ([budget(700.0)], 19, 400.0, None),
+        ([], 1, 400.0, (1000, 1050)),
+    ],
+    "one from before a restart is its job's own": [
+        ((*restarted(700.0), changed("late")), 1, 80.0, (1000, 700))
+    ],
+    "after a restart it falls as any does": [
+        (restarted(500.0), 19, 200.0, None),
+        ([], 1, 200.0, (1000, 350)),
+    ],
+    "a plan ends the unknown state after a restart": [
+        (restarted(600.0), 1, 80.0, (1000, 700)),
+        ([planned_or_not(PowerPoint(1.0, 1.0, {"a": 90.0}, HIGHEST_MHZ))], 20, 90.0, None),
+        ([planned_or_not()], 19, 90.0, None),
+        ([], 1, 90.0, (1000, None)),
+    ],
+}
 
 
-def test_a_job_with_a_target_has_the_highest_clock_of_its_plans_and_others_none() -> None:
-    fleet = Fleet(PLANNED, UNPLANNED)
-    fleet.machine.handle(budget(800.0), fleet.now_s)
-    assert fleet.tick() == (1000, None)
-    fleet.machine.handle(BudgetCancelled("b"), fleet.now_s)
-    assert fleet.tick() == (None, None)
-
-
-def test_power_that_plans_cannot_save_is_saved_by_max_clocks() -> None:
-    fleet = Fleet(PLANNED, UNPLANNED)
-    fleet.machine.handle(budget(600.0), fleet.now_s)
-    assert fleet.tick() == (1000, 700)  # the plan needs at least 400 W, which leaves 200 of 400 W
+@pytest.mark.parametrize("steps", SCENARIOS.values(), ids=SCENARIOS)
+def test_a_job_without_plans_gets_a_max_clock_only_if_plans_alone_cannot_keep_a_limit(
+    steps: Sequence[Step],
+) -> None:
+    fleet = Fleet()
+    for events, seconds, new_w, expected in steps:
+        for second in range(seconds):
+            found = fleet.tick(*(events if second == 0 else ()), new=new_w)
+            assert expected in (None, found)
+    assert fleet.machine.max_clock_mhz("late") is None
 
 
 def test_measured_power_decides_whether_a_limit_is_kept_and_not_what_was_predicted() -> None:
-    fleet = Fleet(UNPLANNED)
-    fleet.machine.handle(budget(300.0), fleet.now_s)
-    fleet.tick()
+    fleet = Fleet()
+    fleet.tick(START[1], budget(300.0), new=400.0)
     status = fleet.machine.statuses["a"]
     assert (status.is_compliant, status.to_pause) == (False, ("new",)), "it draws 400 W so far"
     for _ in range(57):
-        fleet.tick(new_w=255.0)
+        fleet.tick(new=255.0)
     status = fleet.machine.statuses["a"]
     assert status.judged_s < 60, "no whole window is measured"
     assert (status.is_compliant, status.to_pause) == (True, ())
     for _ in range(60):
-        fleet.tick(new_w=310.0)
+        fleet.tick(new=310.0)
     assert not fleet.machine.statuses["a"].is_compliant
 
 
 def test_a_predicted_excess_counts_where_a_jobs_power_is_not_measured() -> None:
-    fleet = Fleet(replace(UNPLANNED, job_id="unmeasured"))
-    fleet.machine.handle(budget(300.0), fleet.now_s)
-    for _ in range(60):
-        fleet.now_s += 1
-        fleet.machine.handle(PowerMeasured(1.0, {}, {}), fleet.now_s)
-        fleet.machine.handle(Tick(), fleet.now_s)
-    assert fleet.machine.statuses["a"].to_pause == ("unmeasured",)
-
-
-def test_a_max_clock_stays_despite_low_power_and_ends_with_the_limit() -> None:
-    fleet = Fleet(PLANNED, UNPLANNED)
-    fleet.machine.handle(budget(600.0), fleet.now_s)
-    fleet.tick()
-    for _ in range(100):
-        assert fleet.tick(new_w=200.0) == (1000, 700)
-    fleet.machine.handle(BudgetCancelled("b"), fleet.now_s)
-    assert fleet.tick(new_w=200.0)[1] is None
-
-
-class Restarted(Fleet):
-    """The same after a restart, which knows the unplanned job only under a maximum clock of 700 MHz."""
-
-    def __init__(self, limit_w: float) -> None:
-        super().__init__(PLANNED)
-        self.machine.handle(budget(limit_w), self.now_s)
-        unknown = JobDemand("new", measured_w={"a": 0.0}, highest_clock_mhz=HIGHEST_MHZ)
-        self.machine.handle(JobChanged(unknown, 1.0, max_clock_mhz=700), self.now_s)
-
-
-def test_a_restart_lifts_no_max_clock_before_the_limit_ends() -> None:
-    fleet = Restarted(600.0)
-    for _ in range(100):
-        assert fleet.tick(new_w=80.0) == (1000, 700)
-    fleet.machine.handle(BudgetCancelled("b"), fleet.now_s)
-    assert fleet.tick(new_w=80.0)[1] is None
-    fleet.machine.handle(budget(700.0), fleet.now_s)
-    for _ in range(20):
-        max_clocks = fleet.tick(new_w=400.0)
-    assert max_clocks == (1000, 1050), "its power without a maximum clock is known now: 300 of 400 W are left"
-
-
-def test_a_max_clock_from_before_a_restart_is_its_jobs_own() -> None:
-    fleet = Restarted(700.0)
-    late = JobDemand("late", measured_w={"a": 0.0}, highest_clock_mhz=HIGHEST_MHZ)
-    fleet.machine.handle(JobChanged(late, 1.0), fleet.now_s)
-    assert fleet.tick(new_w=80.0) == (1000, 700)
-    assert fleet.machine.max_clock_mhz("late") is None
-
-
-def test_after_a_restart_a_max_clock_falls_as_any_does() -> None:
-    fleet = Restarted(500.0)
-    for _ in range(20):
-        max_clocks = fleet.tick(new_w=200.0)
-    assert max_clocks == (1000, 350)
-
-
-def test_a_plan_ends_the_unknown_state_after_a_restart() -> None:
-    fleet = Restarted(600.0)
-    fleet.tick(new_w=80.0)
-    point = PowerPoint(1.0, 1.0, {"a": 90.0}, HIGHEST_MHZ)
-    for points in ((point,), ()):
-        demand = JobDemand("new", points, {"a": 90.0}, highest_clock_mhz=HIGHEST_MHZ)
-        fleet.machine.handle(JobChanged(demand, 1.0), fleet.now_s)
-        for _ in range(20):
-            max_clocks = fleet.tick(new_w=90.0)
-    assert max_clocks == (1000, None)
-
-
-def test_without_any_power_left_the_max_clock_is_the_lowest() -> None:
-    fleet = Fleet(UNPLANNED)
-    fleet.machine.handle(budget(0.0), fleet.now_s)
-    assert fleet.tick() == (None, 1)
-
-
-def test_a_job_with_unknown_clocks_has_no_max_clock() -> None:
-    fleet = Fleet(JobDemand("new", measured_w={"a": 400.0}))
-    fleet.machine.handle(budget(100.0), fleet.now_s)
-    assert fleet.tick() == (None, None)
+    fleet = Fleet()
+    fleet.tick(START[1], budget(300.0))
+    for _ in range(59):
+        fleet.tick()
+    assert fleet.machine.statuses["a"].to_pause == ("new",)
 
 
 def test_a_job_that_starts_under_a_max_clock_counts_with_its_power_there() -> None:
-    fleet = Fleet(PLANNED, UNPLANNED)
-    fleet.machine.handle(budget(600.0), fleet.now_s)
-    fleet.tick()
-    late = JobDemand("late", measured_w={"a": 0.0}, highest_clock_mhz=HIGHEST_MHZ)
-    fleet.machine.handle(JobChanged(late, 1.0), fleet.now_s)
-    for _ in range(20):
-        fleet.now_s += 1
-        fleet.machine.handle(PowerMeasured(1.0, {"new": {"a": 200.0}, "late": {"a": 100.0}}, {}), fleet.now_s)
-        fleet.machine.handle(Tick(), fleet.now_s)
+    fleet = Fleet()
+    fleet.tick(*START, budget(600.0), new=400.0)
+    fleet.tick(changed("late"), new=200.0, late=100.0)
+    for _ in range(19):
+        fleet.tick(new=200.0, late=100.0)
     share = 200 / (400 + 100)
     assert fleet.machine.max_clock_mhz("late") == pytest.approx(share * HIGHEST_MHZ, abs=1)
 

@@ -6,7 +6,6 @@ from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.power_reading import PowerReading, max_power_w
 from perseus.service.fleet.power.readings import KEPT_S, JoinedGpu, PowerReadings, PowerTotals, completed_w
 
-BOARD_W = 400.0
 JOINED = {
     "one": {"a0": "a", "b0": "b"},
     "two": {"a1": "a", "over": "c"},
@@ -28,71 +27,66 @@ def reading(**powers_w: float) -> PowerReading:
     return PowerReading(1.0, list(powers_w), list(powers_w.values()))
 
 
-def test_powers_count_for_the_job_on_each_gpu_and_for_the_feed_of_its_host() -> None:
+Report = tuple[str, str, PowerReading, bool]
+ByJob = dict[str, dict[str, float]]
+"""Power by job and feed."""
+
+
+def of_host(instance_id: str, **powers_w: float) -> Report:
+    """What the agent of host north reports of all its GPUs."""
+    return instance_id, "north", reading(**powers_w), True
+
+
+def of_rank(instance_id: str, host: str, **powers_w: float) -> Report:
+    """What a job's own agent reports."""
+    return instance_id, host, reading(**powers_w), False
+
+
+ONE = of_rank("one", "north", a0=300.0, b0=200.0)
+
+CASES: dict[str, tuple[list[Report], tuple[ByJob, dict[str, float], dict[str, int]]]] = {
+    "powers count for the job on each GPU and for the feed of its host": (
+        [of_host("one", a0=300.0, b0=200.0, idle=60.0), of_rank("two", "south", a1=310.0, over=70.0)],
+        # The job of one of the others has ended.
+        ({"a": {"north": 300.0, "south": 310.0}, "b": {"north": 200.0}}, {"north": 60.0, "south": 70.0}, {}),
+    ),
+    "a GPU that two agents of its host report counts once": (
+        [of_host("daemon", idle=60.0, a0=310.0), of_host("another", idle=60.0, a0=310.0), ONE],
+        ({"a": {"north": 310.0}, "b": {"north": 200.0}}, {"north": 60.0}, {}),
+    ),
+    "an agent reports only joined GPUs unless it is the host's, and other readings are ignored": (
+        [ONE, of_rank("liar", "north", a0=9000.0, a1=9000.0, made_up=1e7)],
+        ({"a": {"north": 300.0}, "b": {"north": 200.0}}, {}, {}),
+    ),
+    "a GPU counts with no more than its model can draw and is conflicting": (
+        [of_rank("one", "north", a0=1e7), of_host("daemon", idle=1e7)],
+        ({"a": {"north": max_power_w("NVIDIA A100-SXM4-80GB")}}, {"north": max_power_w("")}, {"north": 2}),
+    ),
+    "a GPU reported in two jobs or on two feeds is conflicting, and each job on its own feed": (
+        [of_rank("one", "north", a0=300.0), of_rank("thief", "south", a0=350.0)],
+        ({"a": {"north": 300.0}, "t": {"south": 350.0}}, {}, {"north": 1, "south": 1}),
+    ),
+    "a host's agent reports the power of a job if the job's own does not": (
+        [of_host("daemon", a0=300.0, shared=310.0, idle=60.0)],
+        ({"a": {"north": 300.0}}, {"north": 60.0}, {}),
+    ),
+    "a tenant does not change the readings of the host's agent": (
+        [of_host("daemon", a0=400.0), of_rank("thief", "south", a0=5.0)],
+        ({"a": {"north": 400.0}}, {}, {"north": 1, "south": 1}),
+    ),
+}
+
+
+@pytest.mark.parametrize(("reports", "expected"), CASES.values(), ids=CASES)
+def test_powers_of_gpus(
+    reports: list[Report], expected: tuple[ByJob, dict[str, float], dict[str, int]]
+) -> None:
     readings = PowerReadings()
-    readings.take("one", "north", reading(a0=300.0, b0=200.0, idle=60.0), 0.0, is_of_host=True)
-    readings.take("two", "south", reading(a1=310.0, over=70.0), 0.0, is_of_host=False)
-    found = totals(readings)
-    assert found.jobs_w == {"a": {"north": 300.0, "south": 310.0}, "b": {"north": 200.0}}
-    assert found.gpu_counts == {"a": {"north": 1, "south": 1}, "b": {"north": 1}}
-    assert found.others_w == {"north": 60.0, "south": 70.0}, "the job of one of them has ended"
-    assert found.conflicting_counts == {}
-
-
-def test_a_gpu_that_two_agents_of_its_host_report_counts_once() -> None:
-    readings = PowerReadings()
-    for instance_id in ("daemon", "another"):
-        readings.take(instance_id, "north", reading(idle=60.0, a0=300.0), 0.0, is_of_host=True)
-    readings.take("one", "north", reading(a0=290.0, b0=200.0), 0.0, is_of_host=False)
-    found = totals(readings)
-    assert found.others_w == {"north": 60.0}
-    assert found.jobs_w == {"a": {"north": 300.0}, "b": {"north": 200.0}}
-
-
-def test_an_agent_reports_only_joined_gpus_unless_it_is_the_hosts() -> None:
-    readings = PowerReadings()
-    readings.take("one", "north", reading(a0=300.0), 0.0, is_of_host=False)
-    readings.take("liar", "north", reading(a0=9000.0, a1=9000.0, made_up=1e7), 0.0, is_of_host=False)
-    found = totals(readings)
-    assert found.jobs_w == {"a": {"north": 300.0}}
-    assert found.others_w == {}
-    assert found.conflicting_counts == {}, "the other reading is ignored"
-
-
-def test_a_gpu_counts_with_no_more_than_its_model_can_draw_and_is_conflicting() -> None:
-    readings = PowerReadings()
-    readings.take("one", "north", reading(a0=1e7), 0.0, is_of_host=False)
-    readings.take("daemon", "north", reading(idle=1e7), 0.0, is_of_host=True)
-    found = totals(readings)
-    assert found.jobs_w["a"]["north"] == max_power_w("NVIDIA A100-SXM4-80GB") == 1.25 * BOARD_W
-    assert found.others_w["north"] == max_power_w("") == 2500.0
-    assert found.conflicting_counts == {"north": 2}
-
-
-def test_a_gpu_reported_in_two_jobs_or_on_two_feeds_is_conflicting() -> None:
-    readings = PowerReadings()
-    readings.take("one", "north", reading(a0=300.0), 0.0, is_of_host=False)
-    readings.take("thief", "south", reading(a0=350.0), 0.0, is_of_host=False)
-    found = totals(readings)
-    assert found.jobs_w == {"a": {"north": 300.0}, "t": {"south": 350.0}}, "each job on its own feed"
-    assert found.conflicting_counts == {"north": 1, "south": 1}
-
-
-def test_a_hosts_agent_reports_a_jobs_power_if_the_jobs_own_does_not() -> None:
-    readings = PowerReadings()
-    readings.take("daemon", "north", reading(a0=300.0, shared=310.0, idle=60.0), 0.0, is_of_host=True)
-    found = totals(readings)
-    assert found.jobs_w == {"a": {"north": 300.0}}
-    assert found.others_w == {"north": 60.0}, "power of a GPU with a rank counts for its job"
-
-
-def test_a_tenant_does_not_change_the_readings_of_the_hosts_agent() -> None:
-    readings = PowerReadings()
-    readings.take("daemon", "north", reading(a0=700.0), 0.0, is_of_host=True)
-    readings.take("thief", "south", reading(a0=5.0), 0.0, is_of_host=False)
-    found = totals(readings)
-    assert found.jobs_w == {"a": {"north": 700.0}}
-    assert found.conflicting_counts == {"north": 1, "south": 1}
+    for instance_id, host, each, is_of_host in reports:
+        readings.take(instance_id, host, each, 0.0, is_of_host=is_of_host)
+    jobs_w, others_w, conflicting_counts = expected
+    gpu_counts = {job_id: dict.fromkeys(own, 1) for job_id, own in jobs_w.items()}
+    assert totals(readings) == PowerTotals(jobs_w, gpu_counts, others_w, conflicting_counts)
 
 
 def test_readings_of_one_gpu_that_differ_for_long_are_conflicting() -> None:

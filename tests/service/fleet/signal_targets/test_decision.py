@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from perseus.service.domain.job_signal import JobSignal
 from perseus.service.domain.signals import (
@@ -80,27 +78,3 @@ def test_a_deadline_that_cannot_be_met_is_late_and_finished_work_is_done() -> No
     assert (over.state, over.target_time_s) == (SignalTargetState.DONE, None)
     too_late = decide(JobSignal(UNTIL, None, None), CURVE, 12 * HOUR_S, DIRTY).order
     assert (too_late.state, too_late.target_time_s) == (SignalTargetState.LATE, None)
-
-
-@given(
-    st.lists(st.integers(50, 800).map(float), min_size=2, max_size=30),
-    st.integers(1, 20),
-    st.lists(st.booleans(), min_size=1, max_size=20),
-)
-def test_work_is_done_by_the_horizons_end_with_any_knowledge_of_the_signal(
-    values: list[float], percent: int, is_known: list[bool]
-) -> None:
-    """Decide as often as requested, with a signal that comes and goes, and with measured progress."""
-    job = JobSignal(SignalRule(SignalKind.CARBON, ExtraTime(percent, 6 * HOUR_S)), None, None)
-    now_s, done, replan = 0.0, 0.0, 0
-    while now_s < 6 * HOUR_S:
-        forecast = (
-            SignalForecast(HOUR_S, np.roll(values, -replan)) if is_known[replan % len(is_known)] else None
-        )
-        decision = decide(job, CURVE, now_s, forecast)
-        next_s = min(6 * HOUR_S, max(decision.next_s, now_s + 60.0))
-        done += (next_s - now_s) / (decision.order.target_time_s or 1.0)
-        job = after(job, decision, int(done))
-        now_s, replan = next_s, replan + 1
-    assert job.signal_target is not None
-    assert done >= job.signal_target.window.iteration_count - 1

@@ -135,29 +135,39 @@ def test_extra_time_is_a_share_of_the_horizon() -> None:
     assert POLICY.iteration_count == pytest.approx(100 * HOUR_S)
 
 
-def test_without_a_signal_there_is_no_slowdown_and_it_is_reported() -> None:
-    found = replan(POLICY, CURVE, 0.0, 0.0, None)
-    assert (found.point.iteration_time_s, found.has_no_signal) == (1.0, True)
+@pytest.mark.parametrize(
+    ("now_h", "done_h", "signal", "expected"),
+    [
+        (0, 0, None, (1.0, True, False)),
+        (50, 10, [1.0], (1.0, False, True)),
+        (105, 0, [1.0], (1.0, False, True)),
+    ],
+    ids=["no signal is reported", "a late job is reported", "after its end"],
+)
+def test_a_job_runs_at_full_speed(
+    now_h: float, done_h: float, signal: list[float] | None, expected: tuple[float, bool, bool]
+) -> None:
+    known = None if signal is None else np.array(signal)
+    found = replan(POLICY, CURVE, now_h * HOUR_S, done_h * HOUR_S, known)
+    assert (found.point.iteration_time_s, found.has_no_signal, found.is_late) == expected
 
 
-def test_a_late_job_runs_at_full_speed_and_it_is_reported() -> None:
-    found = replan(POLICY, CURVE, 50 * HOUR_S, 10 * HOUR_S, np.array([1.0]))
-    assert (found.point.iteration_time_s, found.is_late) == (1.0, True)
-
-
-def test_after_its_end_a_policy_asks_for_nothing() -> None:
-    assert replan(POLICY, CURVE, 105 * HOUR_S, 0.0, np.array([1.0])).point.iteration_time_s == 1.0
-
-
-@given(st.lists(st.integers(0, 500).map(float), min_size=1, max_size=48), st.integers(1, 30), st.booleans())
-def test_work_is_done_in_time_with_any_forecast(
-    forecast: list[float], extra_time_percent: int, is_held_up: bool
+@given(
+    st.lists(st.integers(0, 500).map(float), min_size=1, max_size=48),
+    st.integers(1, 30),
+    st.lists(st.booleans(), min_size=1, max_size=20),
+    st.booleans(),
+)
+def test_work_is_done_in_time_with_any_knowledge_of_the_signal(
+    forecast: list[float], extra_time_percent: int, is_known: list[bool], is_held_up: bool
 ) -> None:
     """Replan every hour with realised speeds; `is_held_up`: a budget takes two hours' worth of slack."""
     policy = WorkWindow.within_extra_time(0.0, ExtraTime(extra_time_percent, 40 * HOUR_S), full_speed=1.0)
     now_s = done = 0.0
     while now_s < policy.end_s:
-        found = replan(policy, CURVE, now_s, done, np.roll(forecast, -int(now_s // HOUR_S)))
+        hour = int(now_s // HOUR_S)
+        known = np.roll(forecast, -hour) if is_known[hour % len(is_known)] else None
+        found = replan(policy, CURVE, now_s, done, known)
         assert not found.is_late
         duration_s = min(HOUR_S, policy.end_s - now_s)
         speed = found.point.speed_per_s

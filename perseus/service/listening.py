@@ -22,7 +22,7 @@ from perseus.tls.files import Role, TlsError, TlsFiles, TlsSource
 
 _log = structlog.get_logger(__name__)
 
-_POLL_S = 60.0
+POLL_S = 60.0
 
 
 class Port:
@@ -149,5 +149,5 @@ def _credentials(source: TlsSource) -> grpc.ServerCredentials:
 async def _keep_fresh(source: TlsSource) -> None:
     """Notice certificates that are renewed or about to expire, even if nobody connects."""
     while True:
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(POLL_S)
         await asyncio.to_thread(source.poll)

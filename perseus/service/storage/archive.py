@@ -30,7 +30,7 @@ from perseus.service.storage.migrating import migrate, slot_count
 
 _FORMAT = "perseus-store"
 _ROW_BATCH = 500
-_MAX_LINE_LENGTH = 128 * 2**20
+MAX_LINE_LENGTH = 128 * 2**20
 _UNFIT_VALUES = (ValueError, OverflowError, DataError, IntegrityError, InterfaceError, ProgrammingError)
 
 
@@ -184,9 +184,9 @@ def _add_slots(connection: Connection, slots: int) -> None:
 
 
 def _lines(file: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, text in enumerate(iter(lambda: file.readline(_MAX_LINE_LENGTH + 1), ""), 1):
-        if len(text) > _MAX_LINE_LENGTH:
-            raise ArchiveError(f"line {number}: expected at most {_MAX_LINE_LENGTH} characters, found more")
+    for number, text in enumerate(iter(lambda: file.readline(MAX_LINE_LENGTH + 1), ""), 1):
+        if len(text) > MAX_LINE_LENGTH:
+            raise ArchiveError(f"line {number}: expected at most {MAX_LINE_LENGTH} characters, found more")
         try:
             line = json.loads(text)
         except (ValueError, RecursionError) as error:

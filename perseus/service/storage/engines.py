@@ -47,7 +47,7 @@ _IDLE_TRANSACTION_LIMIT_S = 60.0
 """Unless a connection sets others: how long a statement may take, how long it may wait for a lock, and how
 long a transaction may be idle."""
 
-_LONG_LOG_BYTES = 64 * 2**20
+LONG_LOG_BYTES = 64 * 2**20
 """While the log is longer, reads take turns with commits. SQLite checkpoints it every 4 MB, but only up to
 the oldest reader's state: readers that overlap without a gap would let it grow without bound."""
 
@@ -202,7 +202,7 @@ def _connect_sqlite(path: Path, is_read_only: bool) -> Opened:
             raw.execute("PRAGMA journal_mode = WAL")
             # The log is flushed at every commit: acknowledged data must survive a power cut.
             raw.execute("PRAGMA synchronous = FULL")
-            raw.execute(f"PRAGMA journal_size_limit = {_LONG_LOG_BYTES}")
+            raw.execute(f"PRAGMA journal_size_limit = {LONG_LOG_BYTES}")
             raw.execute("BEGIN IMMEDIATE")
             raw.execute("COMMIT")
             files.watch()
@@ -278,7 +278,7 @@ class _Files:
     def has_long_log(self) -> bool:
         """Return whether the log is long."""
         found = _stat(self._log)
-        return found is not None and found.st_size > _LONG_LOG_BYTES
+        return found is not None and found.st_size > LONG_LOG_BYTES
 
 
 def _file_id(file: Path) -> tuple[int, int] | None:

@@ -40,11 +40,11 @@ from perseus.service.storage.migrating import (
     slot_count,
 )
 
-_MIGRATION_LOCK = 0x7065727365757301
+MIGRATION_LOCK = 0x7065727365757301
 """An advisory lock for the length of a migration. Coordinators before schema v0005 held it as long as they
 ran: while one does, no member joins, as it would write unfenced."""
 
-_MIGRATION_LOCK_LIMIT_MS = 10_000
+MIGRATION_LOCK_LIMIT_MS = 10_000
 
 _JOIN = """
 INSERT INTO members (member_id, address, place, expire_time_s, page_url)
@@ -109,8 +109,8 @@ class MemberRows:
             with self._engine.begin() as connection:
                 check_encoding(connection, self._name)
                 connection.execute(text("SET LOCAL statement_timeout = 0"))
-                connection.execute(text(f"SET LOCAL lock_timeout = {_MIGRATION_LOCK_LIMIT_MS}"))
-                connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
+                connection.execute(text(f"SET LOCAL lock_timeout = {MIGRATION_LOCK_LIMIT_MS}"))
+                connection.execute(text(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})"))
                 for number, lease_epoch in _slots_of(connection, self._name, slots):
                     migrate(connection, self._name, number)
                     if commit_number(connection) is None:

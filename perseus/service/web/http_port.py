@@ -39,7 +39,7 @@ _HANDSHAKE_S = 30.0
 _SHUTDOWN_S = 1.0
 """Browsers do not answer the end of TLS; the file descriptor is kept this long."""
 
-_SWEEP_S = 5.0
+SWEEP_S = 5.0
 _PAUSE_S = 1.0
 """Pause before the next connection is accepted, when no file descriptor is left."""
 
@@ -176,7 +176,7 @@ class HttpPort:
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(_SWEEP_S)
+            await asyncio.sleep(SWEEP_S)
             self._connections.sweep()
 
     async def _take(self, connection: socket.socket, address: str, peer: str) -> None:

@@ -43,7 +43,7 @@ _CACHED_CALLS = frozenset(
 """Calls with slow answers that are requested again and again: one answer serves all readers for a while."""
 
 _MAX_ANSWERS = 64
-_BODY_S = 30.0
+BODY_S = 30.0
 """How long a request's body may take."""
 
 
@@ -213,7 +213,7 @@ async def _body(request: web.Request) -> bytes:
     if request.content_type != _JSON:
         raise InvalidFieldError(field="Content-Type", expected=_JSON, found=repr(request.content_type))
     try:
-        async with asyncio.timeout(_BODY_S):
+        async with asyncio.timeout(BODY_S):
             return await request.read()
     except TimeoutError:
         raise web.HTTPRequestTimeout from None

@@ -126,21 +126,3 @@ async def test_a_restarted_coordinator_knows_which_gpus_are_taken(tmp_path: Path
         agent.refused.clear()
         await agent.join()
         assert not agent.refused
-
-
-@pytest.mark.parametrize("absent", ["rank", "gpu"])
-async def test_a_rank_without_a_place_or_gpu_is_refused(tmp_path: Path, absent: str) -> None:
-    async with connected(make_settings(tmp_path)) as client:
-        await client.register()
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.hello()
-        message = agent.joined(agent.ranks[ALL_PLACES[0]])
-        message.ClearField("rank" if absent == "rank" else "gpu")
-        await agent.send(rank_joined=message)
-        await agent.until(lambda: bool(agent.refused or agent.messages_refused))
-        assert (await client.ranks())[0].state == rank_pb2.RANK_STATE_EXPECTED
-        if absent == "rank":  # there is no rank to refuse
-            assert agent.messages_refused[0].field == "rank_joined.rank"
-            assert not agent.messages_refused[0].HasField("rank")
-        else:
-            assert agent.refused[0].reason == "INVALID_FIELD"

@@ -216,10 +216,8 @@ async def test_a_problem_whose_worker_dies_is_solved_again(jobs: WorkerPool, wor
     assert (jobs.solved.count, jobs.failure_count, jobs.crash_count) == (3, 0, 3)
 
 
-async def test_only_a_problem_that_kills_every_worker_is_given_up(
-    jobs: WorkerPool, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jobs, "_policy", replace(JOBS, max_crashes=3))
+async def test_only_a_problem_that_kills_every_worker_is_given_up(worker: ScriptedWorker) -> None:
+    jobs = WorkerPool(replace(JOBS, max_crashes=3), 1, 600.0, draw=lambda: 0.0, new_worker=lambda: worker)
     retries = Retries()
     poison = solving(jobs, "poison", PROBLEMS[1], retries)
     others = [solving(jobs, f"job-{number}") for number in range(3)]

@@ -106,7 +106,7 @@ def test_a_damaged_file_is_refused_and_nothing_of_it_stays(tmp_path: Path, chang
 
 
 def test_a_line_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(archive, "_MAX_LINE_LENGTH", 1000)
+    monkeypatch.setattr(archive, "MAX_LINE_LENGTH", 1000)
     with open("/dev/zero") as endless, pytest.raises(ArchiveError, match="line 1: expected at most 1000 cha"):
         import_database(tmp_path / "target.db", endless)
     assert list(tmp_path.iterdir()) == []

@@ -160,9 +160,9 @@ async def test_a_holder_that_freezes_before_its_commit_commits_nothing_and_holds
 def test_a_coordinator_of_an_older_release_keeps_members_out(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(membership, "_MIGRATION_LOCK_LIMIT_MS", 50)
+    monkeypatch.setattr(membership, "MIGRATION_LOCK_LIMIT_MS", 50)
     with psycopg.connect(fleet.url) as old:
-        old.execute(f"SELECT pg_advisory_lock({membership._MIGRATION_LOCK})")
+        old.execute(f"SELECT pg_advisory_lock({membership.MIGRATION_LOCK})")
         with pytest.raises(DatabaseUnavailableError, match="is another coordinator running on it"):
             fleet.join()
     fleet.join()

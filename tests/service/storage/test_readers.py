@@ -66,7 +66,7 @@ async def test_overlapping_readers_do_not_let_the_log_grow_without_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit_bytes = 5 * 2**20  # the log is written back from 4 MB on
-    monkeypatch.setattr(engines, "_LONG_LOG_BYTES", limit_bytes)
+    monkeypatch.setattr(engines, "LONG_LOG_BYTES", limit_bytes)
     store = await SqlStore.open(tmp_path / "jobs.db")
     await store.write([NewRun(make_spec(), 1, 1.0)])
     log = tmp_path / "jobs.db-wal"

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from perseus.service.api.frontier_service import FrontierService
 from perseus.service.api.job_service import JobService
 from perseus.service.api.ledger_service import LedgerService
 from perseus.service.api.power_service import PowerService
+from perseus.service.domain.principals import Grant, Scope
 from perseus.service.domain.retention import Retention
 from perseus.service.job.rules import Rules
 from perseus.service.shell.coordinator import Coordinator
@@ -47,15 +48,57 @@ _OPERATED = ("SetBudget", "CancelBudget", "ListBudgets")
 
 
 @dataclass
-class PageServer:
-    """A coordinator whose page is served at a URL."""
+class Browser:
+    """A browser at a URL: it keeps cookies, and posts as our page does unless the headers say otherwise."""
 
     url: str
-    coordinator: Coordinator
+    session: aiohttp.ClientSession
 
     @property
     def origin(self) -> dict[str, str]:
         return {"Origin": self.url}
+
+    async def get(self, path: str = "", headers: Mapping[str, str] | None = None) -> "Answer":
+        return await ask(self.session, "GET", f"{self.url}/{path}", headers=headers)
+
+    async def post(self, path: str, body: object, headers: Mapping[str, str] | None = None) -> "Answer":
+        sent = self.origin if headers is None else headers
+        return await ask(self.session, "POST", f"{self.url}/{path}", body, sent)
+
+    async def call(self, method: str, body: object, headers: Mapping[str, str] | None = None) -> "Answer":
+        """Make a call about jobs."""
+        return await self.post(f"api/JobService/{method}", body, headers)
+
+    async def log_in(self, secret: str, headers: Mapping[str, str] | None = None) -> "Answer":
+        return await self.post("session", {"token": secret}, headers)
+
+    async def log_out(self, headers: Mapping[str, str] | None = None) -> "Answer":
+        sent = self.origin if headers is None else headers
+        return await ask(self.session, "DELETE", f"{self.url}/session", headers=sent)
+
+    def watch(
+        self, path: str, headers: Mapping[str, str] | None = None
+    ) -> AbstractAsyncContextManager["Stream"]:
+        return streaming(self.session, f"{self.url}/api/watch/{path}", headers)
+
+
+@asynccontextmanager
+async def browsing(url: str, **options: Any) -> AsyncIterator[Browser]:
+    # Browsers keep cookies for IP addresses, too.
+    async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True), **options) as session:
+        yield Browser(url, session)
+
+
+@dataclass
+class PageServer(Browser):
+    """A coordinator whose page is served at a URL, and a browser there."""
+
+    coordinator: Coordinator
+
+    async def token(self, scope: Scope, name: str = "me", expire_time_s: float | None = None) -> str:
+        patterns = ("*",) if scope is Scope.AGENT else ()
+        _, secret = await self.coordinator.tokens.create(name, Grant(scope, patterns), expire_time_s)
+        return secret
 
 
 @asynccontextmanager
@@ -95,8 +138,8 @@ async def serving(
         access = None if is_open else HttpAuthenticator(coordinator.tokens, {})
         app = make_app(Scrape(nothing), access, PageApi(coordinator, calls, access), files, Hosts({"board"}))
         try:
-            async with listening(app, bind("127.0.0.1:0"), None, 1.0) as url:
-                yield PageServer(url, coordinator)
+            async with listening(app, bind("127.0.0.1:0"), None, 1.0) as url, browsing(url) as browser:
+                yield PageServer(url, browser.session, coordinator)
         finally:
             await coordinator.close()
             background.cancel()
@@ -108,12 +151,10 @@ async def serving(
 
 
 @dataclass
-class Site:
-    """A whole coordinator, by gRPC and at its URL."""
+class Site(Browser):
+    """A whole coordinator, by gRPC and in a browser."""
 
     client: Client
-    url: str
-    session: aiohttp.ClientSession
 
     @property
     def metrics(self) -> str:
@@ -127,18 +168,15 @@ class Site:
         await agent.iterate(count)
         return agent
 
-    async def post(self, path: str, body: object, headers: Mapping[str, str] | None = None) -> "Answer":
-        return await ask(self.session, "POST", f"{self.url}/api/{path}", body, headers)
-
 
 @asynccontextmanager
 async def site(folder: Path, **settings: Any) -> AsyncIterator[Site]:
     http = f"127.0.0.1:{free_port()}"
     async with (
         connected(make_settings(folder, http=http, **settings)) as client,
-        aiohttp.ClientSession() as session,
+        browsing(f"http://{http}") as browser,
     ):
-        yield Site(client, f"http://{http}", session)
+        yield Site(browser.url, browser.session, client)
 
 
 @dataclass

@@ -28,8 +28,8 @@ HALF_BODY = (
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_port, "QUIET_S", 0.5)
-    monkeypatch.setattr(http_port, "_SWEEP_S", 0.05)
-    monkeypatch.setattr("perseus.service.web.page_api._BODY_S", 1.5)
+    monkeypatch.setattr(http_port, "SWEEP_S", 0.05)
+    monkeypatch.setattr("perseus.service.web.page_api.BODY_S", 1.5)
     monkeypatch.setattr(http_port, "MAX_CONNECTIONS_OF_ONE", 8)
 
 

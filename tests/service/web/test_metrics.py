@@ -279,7 +279,7 @@ def client_context(security: Security) -> ssl.SSLContext:
 async def test_tls_uses_grpcs_certificates_and_their_renewals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("perseus.service.listening._POLL_S", 0.02)
+    monkeypatch.setattr("perseus.service.listening.POLL_S", 0.02)
     security = Security(tmp_path / "security")
     http = f"127.0.0.1:{free_port()}"
     settings = make_secured_settings(tmp_path, security, http=http)

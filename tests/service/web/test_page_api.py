@@ -39,7 +39,7 @@ async def test_answers_agree_with_grpc(tmp_path: Path) -> None:
         async def same(method: str, **fields: object) -> Any:
             asked = getattr(job_service_pb2, f"{method}Request")(**fields)
             reported = await getattr(here.client.jobs, method)(asked, timeout=20)
-            answer = await here.post(f"JobService/{method}", fields)
+            answer = await here.call(method, fields)
             assert answer.status == 200, answer.text
             assert json_format.Parse(answer.text, type(reported)()) == reported
             assert answer.headers["Cache-Control"] == "no-store"
@@ -61,47 +61,43 @@ async def test_answers_agree_with_grpc(tmp_path: Path) -> None:
         assert all(entry.power_w > 0 for entry in (*before.entries, *under.entries))
 
         # Default values are present, optional fields may be absent; numbers of 64 bits are texts.
-        job = (await here.post("JobService/GetJob", {"job_id": "job"})).json["job"]
+        job = (await here.call("GetJob", {"job_id": "job"})).json["job"]
         assert job["straggler_count"] == 0
         assert "finish_time" not in job
         assert job["last_event_sequence"].isdecimal()
         assert job["figures"]["iteration_time_s"] == 0.8
         assert job["figures"]["power_w"] == pytest.approx(job["figures"]["energy_j"] / 0.8)
         assert job["figures"]["predicted_iteration_time_s"] > 0
-        report = (await here.post("JobService/GetReport", {"job_id": "job"})).json
+        report = (await here.call("GetReport", {"job_id": "job"})).json
         assert job["figures"]["saving"] == report["periods"][-1]["saving"]
 
-        frontier = await here.post("FrontierService/GetFrontier", {"job_id": "job"})
+        frontier = await here.post("api/FrontierService/GetFrontier", {"job_id": "job"})
         assert frontier.json["frontier"]["t_min_s"] == job["t_min_s"]
         plan = {"job_id": "job", "iteration_time_s": job["t_slow_s"]}
-        answer = await here.post("FrontierService/GetPlan", plan)
+        answer = await here.post("api/FrontierService/GetPlan", plan)
         assert len(answer.json["plan"]["stages"]) == 2
 
         # Controls work as over gRPC.
         straggler = {"job_id": "job", "pipeline": 0, "slowdown_factor": 1.2}
-        refused = await here.post("JobService/ReportStraggler", straggler)
+        refused = await here.call("ReportStraggler", straggler, {})
         assert_refused(refused, 403, "PERMISSION_DENIED", "ORIGIN_MISMATCH")
-        answer = await here.post("JobService/ReportStraggler", straggler, {"Origin": here.url})
+        answer = await here.call("ReportStraggler", straggler)
         assert answer.json["job"]["straggler_count"] == (await here.client.job()).straggler_count == 1
 
 
 async def test_invalid_requests_are_answered_like_grpc(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(tmp_path) as server, aiohttp.ClientSession() as session:
-        api = f"{server.url}/api/JobService"
-
-        async def call(method: str, body: object) -> Answer:
-            return await ask(session, "POST", f"{api}/{method}", body, server.origin)
-
+    async with serving(tmp_path) as server:
+        call = server.call
         assert (await call("RegisterJob", registration())).status == 200
         missing = await call("GetJob", {"job_id": "another"})
         assert missing.json["metadata"] == {"job_id": "another"}
-        unsolved = await call("../FrontierService/GetFrontier", {"job_id": "job"})
+        unsolved = await server.post("api/FrontierService/GetFrontier", {"job_id": "job"})
         assert int(unsolved.headers["Retry-After"]) >= 1
         no_number = {"job_id": "job", "slowdown_factor": "NaN"}
         beyond = {"job_id": "job", "pipeline": 7, "slowdown_factor": 2}
-        form = await ask(session, "POST", f"{api}/GetJob", {"job_id": "job"}, {"Content-Type": "text/plain"})
+        form = await call("GetJob", {"job_id": "job"}, {"Content-Type": "text/plain"})
         for answer, *expected in (
             (missing, 404, "NOT_FOUND", "JOB_NOT_FOUND"),
             (unsolved, 400, "FAILED_PRECONDITION", "JOB_NOT_SOLVED"),
@@ -110,9 +106,9 @@ async def test_invalid_requests_are_answered_like_grpc(
             (await call("GetJob", {"job_id": "a\x07"}), 400, "INVALID_ARGUMENT", "INVALID_FIELD"),
             (await call("GetJob", b" " * 70_000), 413, "RESOURCE_EXHAUSTED", "HTTP_413"),
             (form, 400, "INVALID_ARGUMENT", "INVALID_FIELD"),
-            (await ask(session, "GET", f"{server.url}/api"), 404, "NOT_FOUND", "HTTP_404"),
-            (await ask(session, "GET", f"{api}/GetJob"), 405, "UNIMPLEMENTED", "HTTP_405"),
-            (await ask(session, "GET", f"{server.url}/api/ranks/x"), 404, "NOT_FOUND", "JOB_NOT_FOUND"),
+            (await server.get("api"), 404, "NOT_FOUND", "HTTP_404"),
+            (await server.get("api/JobService/GetJob"), 405, "UNIMPLEMENTED", "HTTP_405"),
+            (await server.get("api/ranks/x"), 404, "NOT_FOUND", "JOB_NOT_FOUND"),
         ):
             assert_refused(answer, *expected)
         bodies = b"", b"{", b"[]", b'"x"', b"null", b"\xff", b'{"job_id": 5}', b'{"job_id": "\\ud800"}'
@@ -121,8 +117,7 @@ async def test_invalid_requests_are_answered_like_grpc(
             assert_refused(await call("GetJob", body), 400, "INVALID_ARGUMENT", "MALFORMED_MESSAGE")
         calls = "JobService/WatchJob", "JobService/Fly", "FrontierService/Solve", "TokenService/ListTokens"
         for path in calls:
-            unknown = await ask(session, "POST", f"{server.url}/api/{path}", {})
-            assert_refused(unknown, 501, "UNIMPLEMENTED", "UNKNOWN_CALL")
+            assert_refused(await server.post(f"api/{path}", {}), 501, "UNIMPLEMENTED", "UNKNOWN_CALL")
 
         async def failing(*_: object, **__: object) -> None:
             raise ArithmeticError("planted")
@@ -160,7 +155,7 @@ async def test_the_pages_files(tmp_path: Path) -> None:
 
 
 async def test_every_answer_restricts_the_page(tmp_path: Path) -> None:
-    async with serving(tmp_path, is_open=False) as server, aiohttp.ClientSession() as session:
+    async with serving(tmp_path, is_open=False) as server:
         statuses = set()
         for method, path in (
             ("GET", "/"),
@@ -172,7 +167,7 @@ async def test_every_answer_restricts_the_page(tmp_path: Path) -> None:
             ("PUT", "/"),
             ("GET", "/metrics"),
         ):
-            answer = await ask(session, method, f"{server.url}{path}")
+            answer = await ask(server.session, method, f"{server.url}{path}")
             statuses.add(answer.status)
             assert answer.headers["Content-Security-Policy"].startswith(POLICY), path
             assert answer.headers["Content-Security-Policy"].endswith(
@@ -183,12 +178,12 @@ async def test_every_answer_restricts_the_page(tmp_path: Path) -> None:
         assert statuses == {200, 401, 403, 404, 405}
 
 
+PACKED = {"Accept-Encoding": "gzip"}
+
+
 async def test_the_grid_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(single_flight_cache, "MAX_FRESH_S", 0.0)  # each answer is made again
-    async with (
-        site(tmp_path) as here,
-        aiohttp.ClientSession(headers={"Accept-Encoding": "gzip"}) as packed,
-    ):
+    async with site(tmp_path) as here, aiohttp.ClientSession(headers=PACKED) as packed:
         ranks = f"{here.url}/api/ranks/job"
         await here.client.register()
         grid = (await ask(here.session, "GET", ranks)).json
@@ -212,7 +207,7 @@ async def test_the_grid_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert grid["clock_mhz"][3] == pytest.approx(mean_mhz, abs=0.1)
         job = await here.client.job()
         planned = {"job_id": "job", "iteration_time_s": job.planned_iteration_time_s[1]}
-        plan = (await here.post("FrontierService/GetPlan", planned)).json["plan"]
+        plan = (await here.post("api/FrontierService/GetPlan", planned)).json["plan"]
         planned_s = sum(each["duration_s"] for each in plan["stages"][1]["computations"])
         assert grid["slowness"][3] == pytest.approx(own_s / planned_s, rel=0.1)
         assert sum(grid["power_w"]) == pytest.approx(job.figures.power_w, abs=0.5)

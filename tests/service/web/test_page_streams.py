@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import socket
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.web import event_sources, event_stream, json_text
 from perseus.v1 import job_pb2, job_service_pb2
 from tests.service.grpc_fakes import ALL_PLACES, FakeAgent, until
-from tests.service.web.page_server import Stream, ask, serving, site, streaming
+from tests.service.web.page_server import Stream, serving, site, streaming
 from tests.service.web.test_page_api import assert_refused, registration
 
 OF_OTHERS = 1
@@ -45,10 +45,10 @@ async def caught_up(stream: Stream) -> list[dict[str, Any]]:
 
 async def test_all_jobs_come_first_and_then_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with site(tmp_path) as here:
-        client, url, session = here.client, here.url, here.session
+        client = here.client
         await client.register(job_id="one")
         await client.register(job_id="two")
-        async with streaming(session, f"{url}/api/watch/jobs") as stream:
+        async with here.watch("jobs") as stream:
             name, whole = await stream.next()
             assert name == "jobs"
             assert whole["is_whole"]
@@ -72,7 +72,7 @@ async def test_all_jobs_come_first_and_then_changes(tmp_path: Path, monkeypatch:
             assert (gone["jobs"], gone["removed"]) == ([], ["two"])
 
             # A later reader gets the present jobs, though nothing changes.
-            async with streaming(session, f"{url}/api/watch/jobs") as late:
+            async with here.watch("jobs") as late:
                 _, whole = await late.next()
             assert [job["job_id"] for job in whole["jobs"]] == ["one", "three"]
 
@@ -97,19 +97,16 @@ async def test_nothing_is_made_without_readers_or_changes(
         return text(message)
 
     monkeypatch.setattr(event_sources, "to_json", counted)
-    async with serving(tmp_path) as server, aiohttp.ClientSession() as session:
+    async with serving(tmp_path) as server:
         live: LiveRuns = server.coordinator.live
 
         async def register(job_id: str) -> None:
-            path = f"{server.url}/api/JobService/RegisterJob"
-            answer = await ask(session, "POST", path, registration(job_id), server.origin)
-            assert answer.status == 200
+            assert (await server.call("RegisterJob", registration(job_id))).status == 200
 
         await register("a")
         await register("b")
         assert made == []
-        url = f"{server.url}/api/watch/jobs"
-        async with streaming(session, url) as first, streaming(session, url) as second:
+        async with server.watch("jobs") as first, server.watch("jobs") as second:
             await first.next()
             await second.next()
             assert sorted(made) == ["a", "b"], "made once for both"
@@ -133,11 +130,10 @@ async def test_nothing_is_made_without_readers_or_changes(
 
 async def test_one_jobs_stream_agrees_with_grpc(tmp_path: Path) -> None:
     async with site(tmp_path) as here:
-        client, url, session = here.client, here.url, here.session
+        client = here.client
         await client.register()
         agent = await here.train(job_pb2.JOB_STATE_PROFILING)
-        watching = f"{url}/api/watch/jobs/job"
-        async with streaming(session, watching) as first:
+        async with here.watch("jobs/job") as first:
             found = await caught_up(first)
             assert "job" in found[0]
             reported = [each["event"] for each in found if "event" in each]
@@ -148,7 +144,7 @@ async def test_one_jobs_stream_agrees_with_grpc(tmp_path: Path) -> None:
             assert first.ids[-1] == f"1:{last}"
 
             await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
-            async with streaming(session, watching) as second:
+            async with here.watch("jobs/job") as second:
                 begun = await caught_up(second)
                 await agent.iterate(3)
                 await client.finish()
@@ -166,7 +162,7 @@ async def test_one_jobs_stream_agrees_with_grpc(tmp_path: Path) -> None:
         assert shown[-1]["figures"]["iteration_time_s"] == 0.8
 
         # A run that has ended is delivered to its end.
-        async with streaming(session, watching) as late:
+        async with here.watch("jobs/job") as late:
             assert len(await caught_up(late)) == len(by_grpc) + 2
             assert await late.next() == ("end", {"reason": "RUN_ENDED"})
 
@@ -187,13 +183,12 @@ async def test_a_returning_reader_continues_where_it_was(
 ) -> None:
     monkeypatch.setattr(event_sources, "FIRST_EVENTS", 2)
     async with site(tmp_path) as here:
-        client, url, session = here.client, here.url, here.session
+        client = here.client
         await client.register()
         await FakeAgent(client, "agent", ALL_PLACES).join()
-        watching = f"{url}/api/watch/jobs/job"
 
         async def sequences(query: str = "", headers: dict[str, str] | None = None) -> list[int]:
-            async with streaming(session, f"{watching}{query}", headers) as stream:
+            async with here.watch(f"jobs/job{query}", headers) as stream:
                 found = await caught_up(stream)
             return [int(update["event"]["sequence"]) for update in found if "event" in update]
 
@@ -214,28 +209,25 @@ async def test_a_returning_reader_continues_where_it_was(
             "run_number=1.5&after_sequence=1",
             "after_sequence=٣",
         ):
-            refused = await ask(session, "GET", f"{watching}?{wrong}")
+            refused = await here.get(f"api/watch/jobs/job?{wrong}")
             assert_refused(refused, 400, "INVALID_ARGUMENT", "INVALID_FIELD")
-        missing = await ask(session, "GET", f"{url}/api/watch/jobs/another")
+        missing = await here.get("api/watch/jobs/another")
         assert_refused(missing, 404, "NOT_FOUND", "JOB_NOT_FOUND")
 
 
 async def test_readers_of_the_same_job_share_one_watcher(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server, aiohttp.ClientSession() as session:
-        register = f"{server.url}/api/JobService/RegisterJob"
-        await ask(session, "POST", register, registration(), server.origin)
+    async with serving(tmp_path) as server:
+        await server.call("RegisterJob", registration())
         run = server.coordinator.live.find("job")
-        watching = f"{server.url}/api/watch/jobs/job"
-        async with streaming(session, watching) as first, streaming(session, watching) as second:
+        async with server.watch("jobs/job") as first, server.watch("jobs/job") as second:
             assert await caught_up(first) == await caught_up(second)
             assert len(run.watchers) == 1
         factors = count(1.2, 0.01)
 
         async def is_over() -> bool:
             # Their end shows at the next event.
-            path = f"{server.url}/api/JobService/ReportStraggler"
             straggler = {"job_id": "job", "pipeline": 0, "slowdown_factor": next(factors)}
-            await ask(session, "POST", path, straggler, server.origin)
+            await server.call("ReportStraggler", straggler)
             return not run.watchers
 
         await until(is_over)
@@ -245,7 +237,7 @@ async def test_only_a_reader_that_does_not_read_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_stream, "MAX_WAITING_BYTES", 200_000)
-    async with serving(tmp_path) as server, aiohttp.ClientSession() as session:
+    async with serving(tmp_path) as server:
         readers: list[event_stream.Reader] = []
         initialise = event_stream.Reader.__init__
 
@@ -267,7 +259,7 @@ async def test_only_a_reader_that_does_not_read_is_cut_off(
                 return len(readers) == 1
 
             await until(is_there)
-            async with streaming(session, f"{server.url}/api/watch/jobs") as quick:
+            async with server.watch("jobs") as quick:
                 await quick.next()
                 slow_one, _ = readers
                 maximum = 0
@@ -318,9 +310,8 @@ async def test_leaving_before_the_first_event_is_no_error(
             answered.set()
 
     monkeypatch.setattr(event_stream.Reader, "serve", serve_once_it_has_left)
-    async with serving(tmp_path) as server, aiohttp.ClientSession() as session:
-        register = f"{server.url}/api/JobService/RegisterJob"
-        await ask(session, "POST", register, registration(), server.origin)
+    async with serving(tmp_path) as server:
+        await server.call("RegisterJob", registration())
         host, _, port = server.url.removeprefix("http://").partition(":")
         with capture_logs() as logs:
             _, writer = await asyncio.open_connection(host, int(port))
@@ -331,25 +322,22 @@ async def test_leaving_before_the_first_event_is_no_error(
                 await answered.wait()
             monkeypatch.undo()
             # Its place is free again, and others get the present jobs.
-            async with streaming(session, f"{server.url}/api/watch/{watching}") as stream:
+            async with server.watch(watching) as stream:
                 await stream.next()
         assert logs == []
         assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
 
 
 async def test_streams_end_when_the_coordinator_stops(tmp_path: Path) -> None:
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession() as session, AsyncExitStack() as opened:
         async with serving(tmp_path) as server:
-            register = f"{server.url}/api/JobService/RegisterJob"
-            await ask(session, "POST", register, registration(), server.origin)
-            jobs = await session.get(f"{server.url}/api/watch/jobs")
-            job = await session.get(f"{server.url}/api/watch/jobs/job")
-            streams = [Stream(jobs), Stream(job)]
-            for stream in streams:
-                await stream.next()
+            await server.call("RegisterJob", registration())
+            streams = []
+            for path in ("jobs", "jobs/job"):
+                watching = streaming(session, f"{server.url}/api/watch/{path}")
+                streams.append(await opened.enter_async_context(watching))
+                await streams[-1].next()
         assert [await stream.until_end() for stream in streams] == ["DRAINING", "DRAINING"]
-        jobs.close()
-        job.close()
 
 
 async def test_a_stream_without_news_sends_heartbeats(
@@ -357,11 +345,8 @@ async def test_a_stream_without_news_sends_heartbeats(
 ) -> None:
     monkeypatch.setattr(event_stream, "CHECK_S", 0.01)
     monkeypatch.setattr(event_stream, "HEARTBEAT_S", 0.02)
-    async with (
-        serving(tmp_path) as server,
-        aiohttp.ClientSession() as session,
-        session.get(f"{server.url}/api/watch/jobs") as response,
-    ):
+    async with serving(tmp_path) as server, server.watch("jobs") as stream:
+        response = stream.response
         assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
         assert response.headers["Cache-Control"] == "no-store"
         lines = [await response.content.readline() for _ in range(8)]

@@ -47,7 +47,8 @@ BOTH = [Member("a", "a:1"), Member("b", "b:1")]
 OURS = Slot(0, "a", 1)
 UNRENEWED = Stop("it was not renewed for 20 s")
 
-TAKEN = [(Taken(0, 1), 0.0, [Serve(0, 1)])]
+Step = tuple[Event, float, list[Command]]
+TAKEN: list[Step] = [(Taken(0, 1), 0.0, [Serve(0, 1)])]
 """It holds a slot."""
 
 C = Member("c", "c:1")
@@ -55,7 +56,7 @@ FREE = [Slot(0, "b", 2), Slot(1, "", 0), Slot(2, "", 0)]
 GONE = [Slot(0, "b", 2), Slot(1, "gone", 7), Slot(2, "", 0)]
 LOST = Stop("its slot has been taken since")
 
-SCENARIOS: dict[str, list[tuple[Event, float, list[Command]]]] = {
+SCENARIOS: dict[str, list[Step]] = {
     "it renews often and one at a time": [
         (Ticked(), 0.0, [Renew()]),
         (Ticked(), 5.0, []),
@@ -114,7 +115,7 @@ SCENARIOS: dict[str, list[tuple[Event, float, list[Command]]]] = {
 
 
 @pytest.mark.parametrize("steps", SCENARIOS.values(), ids=SCENARIOS)
-def test_a_member(steps: list[tuple[Event, float, list[Command]]]) -> None:
+def test_a_member(steps: list[Step]) -> None:
     machine = Membership("a", LEASE_S, 0.0)
     served = None
     for event, now_s, commands in steps:

@@ -74,7 +74,7 @@ class ScriptedWorker(Worker):
         else:
             self.answer.set_result(answer)
 
-    async def solve(self, task: "asyncio.Task[Frontier]", problem: Pipeline | None = None) -> None:
+    async def solve(self, task: "asyncio.Future[Any]", problem: Pipeline | None = None) -> None:
         """Work, once it has begun, and let the task have the result."""
         await self.begun(problem)
         self.end(FRONTIER)
@@ -98,8 +98,6 @@ class Retries(list[tuple[str, int, float]]):
 
 DIED = WorkerDiedError("ended by signal 9 (SIGKILL)", is_of_its_work=True)
 PROBLEMS = [make_problem(2, microbatches) for microbatches in range(2, 6)]
-
-
 FRONTIER = solve(make_problem(), point_count=3)
 
 

@@ -1,6 +1,8 @@
 """Commit markers: whatever part of the past is lost, a marker of it reveals that; nothing else does."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,24 +38,15 @@ class Database:
         return self.history.is_behind(marker, self.commit_number)
 
 
-class Tokens:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self) -> str:
-        self.count += 1
-        return f"{self.count:016x}"
-
-
 STEPS = st.lists(st.sampled_from(["start", "commit"]), max_size=12)
 
 
-def go(database: Database, steps: list[str], tokens: Tokens) -> list[str]:
+def go(database: Database, steps: list[str], tokens: Iterator[str]) -> list[str]:
     """Take steps; return the marker after each."""
     words = []
     for step in steps:
         if step == "start":
-            database.start(tokens())
+            database.start(next(tokens))
         else:
             database.commit_number += 1
         words.append(database.marker)
@@ -64,14 +57,14 @@ def go(database: Database, steps: list[str], tokens: Tokens) -> list[str]:
 def test_only_lost_commits_count_as_lost_however_far_the_older_copy_has_advanced(
     before: list[str], lost: list[str], after: list[str]
 ) -> None:
-    tokens = Tokens()
+    tokens = (f"{number:016x}" for number in count(1))
     database = Database()
-    database.start(tokens())
+    database.start(next(tokens))
     known = [database.marker, *go(database, before, tokens)]
     copy = database.copy()
     gone = go(database, lost, tokens)
     assert not any(database.has_lost(marker) for marker in [*known, *gone])
-    copy.start(tokens())  # opening it begins a boot
+    copy.start(next(tokens))  # opening it begins a boot
     own = [copy.marker, *go(copy, after, tokens)]
     assert not any(copy.has_lost(marker) for marker in [*known, *own])
     assert all(copy.has_lost(marker) for marker in gone)

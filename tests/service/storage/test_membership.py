@@ -2,24 +2,22 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
 import psycopg
 import pytest
-from sqlalchemy import delete, text
 
 from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
 from perseus.service.domain.members import Member, Slot
 from perseus.service.domain.power import Budget, BudgetRecord
 from perseus.service.domain.principals import Grant, Scope, Token
 from perseus.service.domain.retention import Retention
-from perseus.service.storage import membership, schema
+from perseus.service.storage import membership
 from perseus.service.storage.archive import export_database
 from perseus.service.storage.checking import check_database
-from perseus.service.storage.engines import connect
 from perseus.service.storage.membership import MemberRows
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import BudgetEntry, TelemetrySequence, TokenEntry
@@ -206,29 +204,17 @@ def test_the_number_of_slots_is_fixed_at_the_first_start(fleet: Fleet) -> None:
         fleet.join()
 
 
-def lose_rows(url: str) -> None:
-    session = connect(url, slot=1)
-    with session.connection.begin():
-        session.connection.execute(delete(schema.coordinator))
-    session.close()
+LOST_ROWS = "DELETE FROM slot_1.coordinator"
+LOST_TABLES = "DROP SCHEMA slot_1 CASCADE; CREATE SCHEMA slot_1"
 
 
-def lose_tables(url: str) -> None:
-    session = connect(url, slot=1)
-    with session.connection.begin():
-        for table in schema.tables_of(1):
-            session.connection.execute(text(f"DROP TABLE {table.name}"))
-        session.connection.execute(text("DROP TABLE alembic_version"))
-    session.close()
-
-
-@pytest.mark.parametrize("lose", [lose_rows, lose_tables])
+@pytest.mark.parametrize("loss", [LOST_ROWS, LOST_TABLES], ids=["rows", "tables"])
 async def test_a_slot_that_was_served_and_whose_data_is_missing_is_not_made_anew(
-    fleet: Fleet, lose: Callable[[str], None]
+    fleet: Fleet, loss: str
 ) -> None:
     async with held_slots(fleet.url) as slots:
         fences = [Slot(number, member.member_id, 1) for number, member in enumerate(slots.members)]
-    lose(fleet.url)
+    fleet.run(loss)
     for start in (
         lambda: asyncio.to_thread(fleet.join, slots=2),
         lambda: SqlStore.open(fleet.url, fence=fences[1]),
@@ -241,7 +227,7 @@ async def test_a_slot_that_was_served_and_whose_data_is_missing_is_not_made_anew
 
 async def test_a_slot_that_was_never_served_needs_no_data_from_an_earlier_release(fleet: Fleet) -> None:
     await asyncio.to_thread(fleet.join, slots=2)
-    lose_rows(fleet.url)
+    fleet.run(LOST_ROWS)
     member = await asyncio.to_thread(fleet.join, slots=2)
     assert member.take(1, 0) == 1
     await (await SqlStore.open(fleet.url, fence=Slot(1, member.member_id, 1))).close()

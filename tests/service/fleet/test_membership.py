@@ -90,6 +90,11 @@ SCENARIOS: dict[str, list[Step]] = {
     "an answer after a freeze stops it": [*TAKEN, (Renewed(5.0, ALONE, [OURS]), 25.0, [UNRENEWED])],
     # Another may have taken over before it took effect.
     "so it does if the renewal was sent late": [*TAKEN, (Renewed(19.0, ALONE, [OURS]), 25.0, [UNRENEWED])],
+    "an answer to an earlier renewal counts from that": [
+        *TAKEN,
+        (Renewed(5.0, ALONE, [OURS]), 6.0, []),
+        (Renewed(3.0, ALONE, [OURS]), 24.0, [UNRENEWED]),
+    ],
     "an expired lease is never renewed": [
         *TAKEN,
         (Expired(), 1.0, [Stop("it had expired before it was renewed")]),

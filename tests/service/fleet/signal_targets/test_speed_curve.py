@@ -27,7 +27,7 @@ curves = st.lists(
     max_size=6,
     unique_by=lambda row: row[0],
 ).map(lambda rows: curve_of(*((time / 100, float(power_w)) for time, power_w in rows)))
-signals = st.lists(st.integers(0, 500).map(float), min_size=1, max_size=6).map(np.array)
+signals = st.lists(st.integers(-50, 500).map(float), min_size=1, max_size=6).map(np.array)
 
 
 def least_cost(curve: SpeedCurve, durations_s: Floats, signal: Floats, iteration_count: float) -> float:
@@ -56,18 +56,8 @@ def test_nothing_costs_less(curve: SpeedCurve, signal: Floats, share: float) -> 
         duration_s * value * curve.power_w(speed)
         for duration_s, value, speed in zip(durations_s, signal, speeds, strict=True)
     )
-    assert cost <= least_cost(curve, durations_s, signal, wanted * (1 - 1e-9)) * (1 + 1e-6) + 1e-3
-
-
-def test_clean_hours_are_for_speed() -> None:
-    speeds = CURVE.spend(np.full(3, HOUR_S), np.array([100.0, 300.0, 200.0]), 2.75 * HOUR_S)
-    assert speeds[0] == 1.0
-    assert speeds[0] > speeds[2] > speeds[1]
-
-
-def test_a_negative_price_is_used_at_full_speed() -> None:
-    speeds = CURVE.spend(np.full(2, HOUR_S), np.array([-5.0, 100.0]), 1.5 * HOUR_S)
-    assert speeds.tolist() == pytest.approx([1.0, CURVE.slowest_per_s])
+    least = least_cost(curve, durations_s, signal, wanted * (1 - 1e-9))
+    assert cost <= least + 1e-6 * abs(least) + 1e-3
 
 
 def test_too_much_work_runs_at_full_speed_and_little_work_at_the_slowest() -> None:

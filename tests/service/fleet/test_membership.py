@@ -120,7 +120,7 @@ SCENARIOS: dict[str, list[Step]] = {
 
 
 @pytest.mark.parametrize("steps", SCENARIOS.values(), ids=SCENARIOS)
-def test_a_member(steps: list[Step]) -> None:
+def test_a_member_answers_each_event_with_exact_commands(steps: list[Step]) -> None:
     machine = Membership("a", LEASE_S, 0.0)
     served = None
     for event, now_s, commands in steps:

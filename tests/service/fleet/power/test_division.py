@@ -217,20 +217,21 @@ def test_a_feed_is_divided_anew_after_its_budgets() -> None:
     assert shares(divider)[0] < 0.35
 
 
-def test_a_coordinator_that_has_not_seen_the_limit_is_waited_for() -> None:
-    divider = Divider(Division())
-    now = known(0, line(300, 600), line(300, 600))
-    now[1] = KnownSlot(SlotPower(0, {}, {FEED: drawing(500.0)}), True, True)
-    assert divider.divide(now, {FEED: LIMIT_W}, 0.0) == Division()
-    now[1] = KnownSlot(None, is_served=True)
-    assert divider.divide(now, {FEED: LIMIT_W}, 1.0) == Division()
-
-
-def test_one_that_knows_no_such_feed_has_no_share_in_it() -> None:
-    divider = Divider(Division())
-    now = known(0, line(300, 600), line(300, 600))
-    now[1] = KnownSlot(SlotPower(0, {}, {}), True, True)
-    assert divider.divide(now, {FEED: LIMIT_W}, 0.0).shares == {FEED: (1.0, 0.0)}
+@pytest.mark.parametrize(
+    ("other", "shares"),
+    [
+        (KnownSlot(SlotPower(0, {}, {FEED: drawing(500.0)}), True, True), {}),
+        (KnownSlot(None, is_served=True), {}),
+        (KnownSlot(SlotPower(0, {}, {}), True, True), {FEED: (1.0, 0.0)}),
+    ],
+    ids=["one that has not seen the limit is waited for", "so is a new one", "one that knows no such feed"],
+)
+def test_a_coordinator_without_a_curve_has_no_share_and_may_be_waited_for(
+    other: KnownSlot, shares: dict[str, tuple[float, ...]]
+) -> None:
+    now = known(0, line(300, 600))
+    division = Divider(Division()).divide([*now, other], {FEED: LIMIT_W}, 0.0)
+    assert (division.version > 0, division.shares) == (shares != {}, shares)
 
 
 # ---------------------------------------------------------------------- the sum of shares, whatever happens

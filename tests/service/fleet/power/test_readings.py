@@ -78,7 +78,7 @@ CASES: dict[str, tuple[list[Report], tuple[ByJob, dict[str, float], dict[str, in
 
 
 @pytest.mark.parametrize(("reports", "expected"), CASES.values(), ids=CASES)
-def test_powers_of_gpus(
+def test_the_power_of_each_gpu_counts_once(
     reports: list[Report], expected: tuple[ByJob, dict[str, float], dict[str, int]]
 ) -> None:
     readings = PowerReadings()

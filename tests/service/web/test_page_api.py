@@ -98,7 +98,7 @@ async def test_invalid_requests_are_answered_like_grpc(
         no_number = {"job_id": "job", "slowdown_factor": "NaN"}
         beyond = {"job_id": "job", "pipeline": 7, "slowdown_factor": 2}
         form = await call("GetJob", {"job_id": "job"}, {"Content-Type": "text/plain"})
-        for answer, *expected in (
+        for answer, status, code, reason in (
             (missing, 404, "NOT_FOUND", "JOB_NOT_FOUND"),
             (unsolved, 400, "FAILED_PRECONDITION", "JOB_NOT_SOLVED"),
             (await call("ReportStraggler", beyond), 400, "INVALID_ARGUMENT", "PIPELINE_OUT_OF_RANGE"),
@@ -110,7 +110,7 @@ async def test_invalid_requests_are_answered_like_grpc(
             (await server.get("api/JobService/GetJob"), 405, "UNIMPLEMENTED", "HTTP_405"),
             (await server.get("api/ranks/x"), 404, "NOT_FOUND", "JOB_NOT_FOUND"),
         ):
-            assert_refused(answer, *expected)
+            assert_refused(answer, status, code, reason)
         bodies = b"", b"{", b"[]", b'"x"', b"null", b"\xff", b'{"job_id": 5}', b'{"job_id": "\\ud800"}'
         deep = b"[" * 60_000, b'{"spec":' * 7_000, b'{"job_id": ' + b"1" * 5_000 + b"}"
         for body in (*bodies, b'{"unknown": 1}', *deep):

@@ -4,7 +4,6 @@ A real agent with emulated GPUs, and a process that reports as vLLM's plug-in do
 """
 
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 from benchmarks.harness import Column, Table, main
 from perseus.agent.link.address import SOCKET_VARIABLE
 from perseus.agent.vllm import StatLogger
-from perseus.demo.cluster import await_start, end_processes, start_process
+from perseus.demo.processes import Process, end
 from perseus.demo.serving_scenario import GPU, profile_csv
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import Work
@@ -63,23 +62,27 @@ def _share(gpu_counts: tuple[int, ...]) -> float:
                 "kv_capacity_tokens = 100000"
             )
         (folder / "agent.toml").write_text("\n".join(lines) + "\n")
-        log, settings = folder / "agent.log", str(folder / "agent.toml")
-        agent = start_process(log, "-m", "perseus.demo.serving_agent", settings)
+        agent = Process(
+            folder / "agent.log", *("-m", "perseus.demo.serving_agent", str(folder / "agent.toml"))
+        )
         engines = [
-            subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.serving_agent", "engine"],
-                env={**os.environ, SOCKET_VARIABLE: str(socket), "PERSEUS_INSTANCE": f"i{instance}"},
+            Process(
+                folder / f"engine-{instance}.log",
+                *("-m", "benchmarks.serving_agent", "engine"),
+                environment={SOCKET_VARIABLE: str(socket), "PERSEUS_INSTANCE": f"i{instance}"},
             )
             for instance in range(len(gpu_counts))
         ]
         try:
-            await_start(agent, "agent", log, socket.exists)
+            for process in (agent, *engines):
+                process.launch()
+            agent.until(socket.exists, "the agent's socket")
             time.sleep(_SETTLE_S)
             before_s = _cpu_s(agent.pid)
             time.sleep(_MEASURED_S)
             return (_cpu_s(agent.pid) - before_s) / _MEASURED_S
         finally:
-            end_processes([*engines, agent])
+            end(*engines, agent)
 
 
 def _cpu_s(pid: int) -> float:

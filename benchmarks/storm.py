@@ -55,7 +55,8 @@ def _storm(pipeline_count: int, ranks_per_agent: int) -> tuple[Cell, ...]:
                 agents.ask("planned", job_id="storm", limit_s=_PLAN_LIMIT_S)
                 if catch_up(agents, ["storm"]) is None:
                     raise GeneratorError("batches are not acknowledged as fast as they come")
-                killed_s = coordinator.kill()
+                killed_s = time.monotonic()
+                coordinator.kill()
                 coordinator.start()
                 listening_s = time.monotonic()
                 back = agents.ask("back", since_s=killed_s, limit_s=_BACK_LIMIT_S)

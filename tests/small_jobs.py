@@ -5,22 +5,24 @@ On a busy machine emulated GPUs are sometimes late; other tests check that plans
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
 
-from perseus.demo.cluster import ENVIRONMENT, Cluster
+from perseus.demo.cluster import Cluster
+from perseus.demo.processes import ENVIRONMENT
+from perseus.demo.security import Security
 from perseus.demo.workload import Workload
 from perseus.emulation.physics import Work
 from perseus.v1 import job_pb2, job_service_pb2
 from tests.service.grpc_fakes import Client
 from tests.workloads import QUICK_GPU
 
-PLANNED_TIMEOUT_S = 240.0
-TIMEOUT_S = 40.0
+PLANNED_TIMEOUT_S = 480.0
+TIMEOUT_S = 240.0
 
 _TOLERANCE_PERCENT = 1000.0
 """Tolerance of a plan's prediction."""
@@ -61,27 +63,40 @@ def planned_soon(guard_tolerance_percent: float = _TOLERANCE_PERCENT) -> Iterato
 
 
 @contextmanager
-def training(folder: Path, *workloads: Workload) -> Iterator[tuple[Cluster, str]]:
-    """Train jobs under one coordinator; yield its cluster and address."""
+def jobs_of(folder: Path, *workloads: Workload) -> Iterator[list[Cluster]]:
+    """Make the GPUs of jobs that one coordinator or fleet will serve; end all processes after the block."""
     with planned_soon(), ExitStack() as stack:
         clusters = []
         for each in workloads:
-            (folder / each.job_id).mkdir()
-            made = Cluster(
-                each,
-                folder / each.job_id,
-                folder / "logs" / each.job_id,
-                guard_tolerance_percent=_TOLERANCE_PERCENT,
-            )
+            (own := folder / each.job_id).mkdir()
+            made = Cluster(each, own, folder / "logs" / each.job_id)
             clusters.append(stack.enter_context(made))
+            made.security = clusters[0].security
+        yield clusters
+
+
+def start_jobs(clusters: Sequence[Cluster], address: str) -> None:
+    """Start the jobs' agents, and then their trainers."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda cluster: cluster.start_agents(address), clusters))
+    for cluster in clusters:
+        cluster.start_trainers()
+
+
+@contextmanager
+def training(folder: Path, *workloads: Workload) -> Iterator[tuple[Cluster, str]]:
+    """Train jobs under one coordinator; yield its cluster and address."""
+    with jobs_of(folder, *workloads) as clusters:
         address = clusters[0].start_coordinator()
-        for cluster in clusters:
-            cluster.security = clusters[0].security
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda cluster: cluster.start_agents(address), clusters))
-        for cluster in clusters:
-            cluster.start_trainers()
+        start_jobs(clusters, address)
         yield clusters[0], address
+
+
+@asynccontextmanager
+async def client_of(security: Security, address: str) -> AsyncIterator[Client]:
+    """Connect to a coordinator as an operator."""
+    async with security.channels(address).open() as channel:
+        yield Client(channel)
 
 
 async def until(condition: Callable[[], Awaitable[bool]], what: str, timeout_s: float = TIMEOUT_S) -> float:
@@ -112,13 +127,3 @@ async def until_planned(client: Client, *workloads: Workload) -> None:
 async def power_w(client: Client, *workloads: Workload) -> float:
     """Return the total power of jobs in their latest iterations."""
     return sum([(await client.job(each.job_id)).figures.power_w for each in workloads])
-
-
-async def mean_power_w(client: Client, duration_s: float, *workloads: Workload) -> float:
-    """Return the mean of that over a time from now on."""
-    found = []
-    ends_s = time.monotonic() + duration_s
-    while time.monotonic() < ends_s:
-        found.append(await power_w(client, *workloads))
-        await asyncio.sleep(0.25)
-    return sum(found) / len(found)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from benchmarks.load.control import CoordinatorProcess
 from perseus.agent.sidecar.shell import serving
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
@@ -20,16 +19,13 @@ from perseus.job_id import slot_of
 from tests.agent import coordinator_stub
 from tests.agent.sidecar.training import Trainer, settings
 from tests.cli.processes import Ended, call
-from tests.event_log import logged
-from tests.ports import free_port
+from tests.processes import Fleet
 from tests.service.storage import postgresql
 from tests.small_jobs import until
 
 JOBS = [
     next(name for name in map("job-{}".format, range(9)) if slot_of(name, 2) == slot) for slot in range(2)
 ]
-FLAGS = ("--slots", "2", "--member-lease-s", "10")
-"""The lease outlasts the start of a command, on a busy machine, too: nobody serves a slot while it runs."""
 
 
 async def perseus(address: str, *arguments: str, stdout: Any = subprocess.PIPE) -> Ended:
@@ -51,33 +47,23 @@ async def jobs_in(address: str, *flags: str) -> tuple[int, list[str]]:
     return listed.exit_code, [job["job_id"] for job in json.loads(listed.stdout)]
 
 
-async def have_finished(address: str, jobs: Sequence[str]) -> bool:
-    return await jobs_in(address, "--state", "finished") == (0, sorted(jobs))
+async def have_finished(address: str) -> bool:
+    return await jobs_in(address, "--state", "finished") == (0, sorted(JOBS))
 
 
 @pytest.mark.slow("three coordinators on a PostgreSQL server, one of which is killed")
-@pytest.mark.timeout(200)
 @pytest.mark.skipif(bool(postgresql.MISSING), reason=str(postgresql.MISSING))
 async def test_agents_and_commands_with_one_address_go_on_when_a_slot_is_taken_over(tmp_path: Path) -> None:
     gpus = []
     (tmp_path / "gpus").mkdir()
     with ExitStack() as stack:
         database = stack.enter_context(postgresql.running()).new_database()
-        coordinators = []
-        for name in ("first", "second", "third"):
-            (tmp_path / name).mkdir()
-            made = CoordinatorProcess(tmp_path / name, database, FLAGS, is_pinned=False)
-            made.address = f"127.0.0.1:{free_port()}"
-            coordinators.append(stack.enter_context(made))
-        for each in coordinators[:2]:
-            await asyncio.to_thread(each.start)
-        slots = [logged(each.log, "took over the jobs")["slot"] for each in coordinators[:2]]
-        coordinators[2].launch()
-        await asyncio.to_thread(logged, coordinators[2].log, "standing by")
+        # Nobody serves a slot while a command runs, on a busy machine, too.
+        fleet = stack.enter_context(Fleet(tmp_path, [database] * 3, member_lease_s=20.0))
+        await asyncio.to_thread(fleet.start)
         # The one that will be killed is not the one whose address is known.
-        known, killed = coordinators[0].address, coordinators[1]
-        jobs = [JOBS[slot] for slot in slots]
-        for job_id in jobs:
+        known, killed = fleet.holder(0).address, fleet.holder(1)
+        for job_id in JOBS:
             gpus.append(EmulatedGpu.create(tmp_path / "gpus" / job_id, A100_SXM, f"GPU-{job_id}"))
             stack.callback(gpus[-1].close)
         stack.callback(Trainer.stop_all)
@@ -85,23 +71,23 @@ async def test_agents_and_commands_with_one_address_go_on_when_a_slot_is_taken_o
             async with serving(settings(tmp_path, int(known.rpartition(":")[2]))):
                 socket = tmp_path / "run" / "agent.sock"
                 trainers = [
-                    Trainer(socket, gpu, job_id=job_id) for gpu, job_id in zip(gpus, jobs, strict=True)
+                    Trainer(socket, gpu, job_id=job_id) for gpu, job_id in zip(gpus, JOBS, strict=True)
                 ]
-                for job_id in jobs:
+                for job_id in JOBS:
                     await until(partial(is_served, known, job_id), "the job's rank is served")
-                assert await jobs_in(known) == (0, sorted(jobs))
+                assert await jobs_in(known) == (0, sorted(JOBS))
                 seen = tmp_path / "watch"
                 with seen.open("wb") as file:
-                    watching = asyncio.create_task(perseus(known, "jobs", "watch", jobs[1], stdout=file))
+                    watching = asyncio.create_task(perseus(known, "jobs", "watch", JOBS[1], stdout=file))
                     await coordinator_stub.until(lambda: b"caught_up" in seen.read_bytes(), "the watch")
                     assert streams(logs) == [known, killed.address]
 
                     await asyncio.to_thread(killed.kill)
-                    assert await jobs_in(known) == (1, jobs[:1]), "without those of the other slot"
-                    await asyncio.to_thread(logged, coordinators[2].log, "took over the jobs")
+                    assert await jobs_in(known) == (1, JOBS[:1]), "without those of the other slot"
+                    successor = await asyncio.to_thread(fleet.holder, 1)
                     count = trainers[1].iteration_count
-                    await until(partial(is_served, known, jobs[1], count), "the rank is served again")
-                    assert streams(logs) == [known, killed.address, coordinators[2].address]
+                    await until(partial(is_served, known, JOBS[1], count), "the rank is served again")
+                    assert streams(logs) == [known, killed.address, successor.address]
 
                     for trainer in trainers:
                         await trainer.stop()
@@ -110,7 +96,7 @@ async def test_agents_and_commands_with_one_address_go_on_when_a_slot_is_taken_o
         updates = [json.loads(line) for line in seen.read_text().splitlines()]
         sequences = [update["event"]["sequence"] for update in updates if "event" in update]
         assert sequences == list(range(1, len(sequences) + 1)), "each event once"
-        await until(partial(have_finished, known, jobs), "the job that was not watched has ended, too")
+        await until(partial(have_finished, known), "the job that was not watched has ended, too")
 
 
 def streams(logs: Sequence[Any]) -> list[str]:

@@ -6,26 +6,24 @@ run as processes on one database and one set of sockets.
 
 import asyncio
 import io
-import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from perseus.demo.cluster import Cluster, ClusterError
+from perseus.demo.cluster import Cluster
+from perseus.demo.processes import ClusterError
 from perseus.release import VERSION
 from perseus.v1 import info_service_pb2, info_service_pb2_grpc, job_pb2
 from tests.service.grpc_fakes import Client
-from tests.small_jobs import planned_soon, small_job, until, until_planned
+from tests.small_jobs import JOBS, jobs_of, start_jobs, until, until_planned
 
 CHECKOUT = Path(__file__).parent.parent
-JOBS = (small_job("first", 0.7, 1.0), small_job("second", 1.0, 0.8))
-REJOINED_S = 60.0
 
 
 def git(*arguments: str) -> bytes:
@@ -63,27 +61,17 @@ def schema_of(folder: Path) -> str:
         ).stdout.strip()
 
 
-class Job(Cluster):
-    """The processes of a job, which can be replaced one kind after the other."""
+def restart(cluster: Cluster, address: str) -> None:
+    """Replace a job's agents, one after the other."""
+    for agent in cluster.agents:
+        assert agent.terminate() == 0
+    cluster.start_agents(address)
 
-    def restart_coordinator(self, address: str) -> None:
-        self._end_process(self._coordinator)
-        self._coordinator = None
-        log = self._log_dir / "coordinator.log"
-        log.rename(log.with_suffix(f".{len(list(self._log_dir.iterdir()))}.log"))
-        self.start_coordinator(int(address.rpartition(":")[2]))
 
-    def restart_agents(self, coordinator: str) -> None:
-        for agent in self._agents:
-            self._end_process(agent)
-        self._agents.clear()
-        self.start_agents(coordinator)
-
-    @staticmethod
-    def _end_process(process: subprocess.Popen[bytes] | None) -> None:
-        assert process is not None
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+def restart_coordinator(cluster: Cluster) -> None:
+    assert cluster.coordinator is not None
+    assert cluster.coordinator.terminate() == 0
+    cluster.start_coordinator()
 
 
 class Plans:
@@ -111,7 +99,7 @@ class Plans:
             now, iterations = await self.versions(), await self._iterations()
             return all(now[rank] >= versions[rank] and iterations[rank] > begun[rank] + 2 for rank in begun)
 
-        await until(are_back, f"plans in force on all ranks: {versions}", REJOINED_S)
+        await until(are_back, f"plans in force on all ranks: {versions}")
         for workload in JOBS:
             job = await self._client.job(workload.job_id)
             assert job.state == job_pb2.JOB_STATE_PLANNED, job.state_reason
@@ -131,29 +119,16 @@ class Plans:
 
 @pytest.mark.slow("two jobs are profiled and planned, and their processes replaced one after another")
 @pytest.mark.skipif(not latest_release(), reason="needs a git checkout")
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(1200)
 async def test_jobs_keep_their_plans_while_a_cluster_is_upgraded_and_taken_back(
     tmp_path: Path, release: Path
 ) -> None:
-    with (
-        planned_soon(),
-        tempfile.TemporaryDirectory(prefix="perseus-") as folder,
-        ExitStack() as stack,
-    ):
-        jobs: list[Job] = []
-        for workload in JOBS:
-            (Path(folder) / workload.job_id).mkdir()
-            jobs.append(Job(workload, Path(folder) / workload.job_id, tmp_path / workload.job_id))
-            stack.enter_context(jobs[-1])
-        old, new = jobs
-        new.security = old.security
+    with jobs_of(tmp_path, *JOBS) as (old, new):
         with code_of(release):
             address = await asyncio.to_thread(old.start_coordinator)
-            await asyncio.to_thread(old.start_agents, address)
-            old.start_trainers()
+            await asyncio.to_thread(start_jobs, [old], address)
         with code_of(CHECKOUT):
-            await asyncio.to_thread(new.start_agents, address)
-            new.start_trainers()
+            await asyncio.to_thread(start_jobs, [new], address)
 
         async def coordinators_release() -> str:
             async with old.security.channels(address).open() as channel:
@@ -170,27 +145,28 @@ async def test_jobs_keep_their_plans_while_a_cluster_is_upgraded_and_taken_back(
 
             # The coordinator first, as docs/versions.md says: no plan is made anew.
             with code_of(CHECKOUT):
-                await asyncio.to_thread(old.restart_coordinator, address)
+                await asyncio.to_thread(restart_coordinator, old)
             assert await coordinators_release() != f"{VERSION}+grelease"
             await plans.kept(versions)
 
             # Then the agents. The trainers stay, run at stock for some seconds, and join the new agents. The
             # other job's agents go the other way.
             with code_of(CHECKOUT):
-                await asyncio.to_thread(old.restart_agents, address)
+                await asyncio.to_thread(restart, old, address)
             with code_of(release):
-                await asyncio.to_thread(new.restart_agents, address)
+                await asyncio.to_thread(restart, new, address)
             await plans.kept(versions)
 
             # And back, unless this checkout has changed the schema.
             with code_of(release):
                 if schema_of(release) == schema_of(CHECKOUT):
-                    await asyncio.to_thread(old.restart_coordinator, address)
+                    await asyncio.to_thread(restart_coordinator, old)
                     assert await coordinators_release() == f"{VERSION}+grelease"
                     await plans.kept(versions)
                 else:
                     with pytest.raises(ClusterError):
-                        await asyncio.to_thread(old.restart_coordinator, address)
-                    log = (tmp_path / JOBS[0].job_id / "coordinator.log").read_text()
+                        await asyncio.to_thread(restart_coordinator, old)
+                    assert old.coordinator is not None
+                    log = old.coordinator.log.read_text()
                     assert f"expected schema {schema_of(release)}, found {schema_of(CHECKOUT)}" in log
                     assert "Traceback" not in log

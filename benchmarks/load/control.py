@@ -5,7 +5,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-_START_LIMIT_S = 300.0
+from perseus.demo.processes import Coordinator
+
 _END_LIMIT_S = 60.0
 
 LOAD_FLAGS = ("--lease-s", "60", "--profile-clocks", "2", "--guard-tolerance-percent", "1000")
@@ -40,19 +40,10 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))
 
 
-class CoordinatorProcess:
-    """A coordinator that can be killed and restarted with the same database and port.
+class CoordinatorProcess(Coordinator):
+    """A coordinator for a load, with its database in a path or at a URL; `is_pinned`: limited to one core."""
 
-    Args:
-        database: a path, or a URL.
-        is_pinned: whether it is limited to one core, for measurements.
-        environment: more variables, with its credentials; without them it authenticates nobody.
-        module: has the command.
-
-    Attributes:
-        address: the address that it listens on, once it does; or is to listen on.
-        start_count: how often it was started.
-    """
+    start_timeout_s = 300.0
 
     def __init__(
         self,
@@ -64,111 +55,8 @@ class CoordinatorProcess:
         environment: Mapping[str, str] | None = None,
         module: str = "perseus.cli",
     ) -> None:
-        self._environment = environment
-        self.address = "127.0.0.1:0"
-        self._folder = folder
-        self._command = [
-            *(on_core(0) if is_pinned else ()),
-            sys.executable,
-            "-m",
-            module,
-            "coordinator",
-        ]
-        self._command += ["--database", database, "--log-format", "json", *flags]
-        self._command += ["--insecure"] if environment is None else []
-        self._process: subprocess.Popen[bytes] | None = None
-        self.start_count = 0
-
-    def __enter__(self) -> "CoordinatorProcess":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-
-    @property
-    def pid(self) -> int:
-        """Process ID of the running process, or of the last one."""
-        assert self._process is not None
-        return self._process.pid
-
-    @property
-    def log(self) -> Path:
-        """Its log since the last start."""
-        return self._folder / f"coordinator-{self.start_count}.log"
-
-    def start(self) -> float:
-        """Start it, and wait until it listens; return the time, seconds."""
-        begun_s = time.monotonic()
-        self.launch()
-        while not self.is_listening():
-            status, waited_s = self.poll(), time.monotonic() - begun_s
-            if status is not None or waited_s > _START_LIMIT_S:
-                raise RuntimeError(
-                    f"the coordinator does not listen after {waited_s:.0f} s, exit status {status}: "
-                    f"{self.log.read_text()[-2000:]}"
-                )
-            time.sleep(0.005)
-        return time.monotonic() - begun_s
-
-    def launch(self) -> None:
-        """Start it without waiting."""
-        self.start_count += 1
-        with self.log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [*self._command, "--listen", self.address],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                env={**os.environ, **(self._environment or {})},
-                stderr=subprocess.STDOUT,
-            )
-
-    def is_listening(self) -> bool:
-        """Whether it has logged that it listens."""
-        for line in self.log.read_text().splitlines():
-            with suppress(ValueError):
-                if line.startswith("{") and (entry := json.loads(line)).get("event") == "listening":
-                    self.address = str(entry["address"])
-                    return True
-        return False
-
-    def poll(self) -> int | None:
-        """Return its exit status, None while it runs."""
-        assert self._process is not None
-        return self._process.poll()
-
-    def standing(self) -> str:
-        """Its state, for people: whether it works, waits or has ended, and its last log lines."""
-        status = Path(f"/proc/{self.pid}/stat")
-        ticks = []
-        for _ in range(2):
-            fields = (
-                status.read_text().rpartition(")")[2].split() if status.exists() else ["ended", *12 * "0"]
-            )
-            ticks.append(int(fields[11]) + int(fields[12]))
-            time.sleep(1.0)
-        words = self.log.read_text()[-1000:]
-        return f"state {fields[0]}, {ticks[1] - ticks[0]} ticks in a second, load {os.getloadavg()}, {words}"
-
-    def wait(self, limit_s: float = _END_LIMIT_S) -> int:
-        """Wait for its end; return the exit status."""
-        assert self._process is not None
-        return self._process.wait(limit_s)
-
-    def kill(self) -> float:
-        """Send SIGKILL; return the time of the monotonic clock."""
-        assert self._process is not None
-        self._process.kill()
-        killed_s = time.monotonic()
-        self._process.wait()
-        return killed_s
-
-    def terminate(self) -> int:
-        """Send SIGTERM, and wait for its end; return the exit status."""
-        assert self._process is not None
-        self._process.terminate()
-        return self.wait()
+        program = [*(on_core(0) if is_pinned else ()), sys.executable]
+        super().__init__(folder, database, *flags, environment=environment, module=module, program=program)
 
 
 class _Child:

@@ -191,10 +191,10 @@ def _check_folder(output: Path) -> None:
 
 def _run(shown: "Coroutine[Any, Any, T]") -> tuple[T, str]:
     """Return the outcome and whether the machine was too busy, in words; exit with the cluster's error."""
-    from perseus.demo.cluster import ClusterError
     from perseus.demo.lateness import Lateness
     from perseus.demo.nvml_stub import StubError
     from perseus.demo.observation import ObservationError
+    from perseus.demo.processes import ClusterError
 
     late = (ClusterError, ObservationError)
     foreseen = (*late, StubError, OSError)

@@ -7,36 +7,20 @@ The agents use the emulated GPUs directly, or through a stand-in for NVML (`pers
 """
 
 import json
-import os
-import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection
 from pathlib import Path
-from types import MappingProxyType
 
 from perseus.agent.link.address import SOCKET_VARIABLE
 from perseus.demo import nvml_stub
+from perseus.demo.processes import Agent, ClusterError, Coordinator, Process, end
 from perseus.demo.security import Security
 from perseus.demo.tasks import rank_tasks
 from perseus.demo.trainer import STOP_FILE, evaluations_file
 from perseus.demo.workload import Workload
 from perseus.emulation.gpu import EmulatedGpu
 
-_START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 15.0
-_POLL_S = 0.05
-
-_OF_THE_MACHINE = ("PERSEUS_", "CUDA_VISIBLE_DEVICES", "NOTIFY_SOCKET")
-"""Beginnings of variables that are about this machine's own Perseus, GPUs and service."""
-
-ENVIRONMENT: dict[str, str] = {}
-"""More variables of every process that starts here. Tests set coordinators' measurements to be short."""
-
-
-class ClusterError(Exception):
-    """A process of the demo did not start, or ended unexpectedly."""
 
 
 class Cluster:
@@ -66,18 +50,16 @@ class Cluster:
         self._run_dir = run_dir
         self._log_dir = log_dir
         self._nvml_library = nvml_library
-        self._guard = (
-            []
-            if guard_tolerance_percent is None
-            else [f"--guard-tolerance-percent={guard_tolerance_percent}"]
-        )
         self._serves_page = serves_page
+        self._flags = ["--http=127.0.0.1:0"] if serves_page else []
+        if guard_tolerance_percent is not None:
+            self._flags.append(f"--guard-tolerance-percent={guard_tolerance_percent}")
         self._observing = observing
         self.page_url = ""
         self.security = Security(run_dir / "security", has_browsers=serves_page)
-        self._coordinator: subprocess.Popen[bytes] | None = None
-        self._agents: list[subprocess.Popen[bytes]] = []
-        self._trainers: list[subprocess.Popen[bytes]] = []
+        self.coordinator: Coordinator | None = None
+        self.agents: list[Agent] = []
+        self.trainers: list[Process] = []
 
     def __enter__(self) -> "Cluster":
         self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -89,31 +71,25 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        end_processes([*self._trainers, *self._agents, *([self._coordinator] if self._coordinator else [])])
+        end(*self.trainers, *self._services)
 
-    def start_coordinator(self, port: int = 0) -> str:
-        """Start the coordinator, by default on any free port; return its address as host:port.
+    def start_coordinator(self) -> str:
+        """Start the coordinator, again at its address; return the address as host:port.
 
         Raises:
             ClusterError: the coordinator ended, or did not listen in time.
         """
-        log = self._log_dir / "coordinator.log"
-        self._coordinator = start_process(
-            log,
-            "-m",
-            "perseus.cli",
-            "coordinator",
-            f"--listen=127.0.0.1:{port}",
-            f"--database={self._run_dir / 'perseus.db'}",
-            "--log-format=json",
-            *self._guard,
-            *(["--http=127.0.0.1:0"] if self._serves_page else []),
-            environment=self.security.of_coordinator(),
-        )
-        address = await_log(self._coordinator, "coordinator", log, "listening", "address")
+        if self.coordinator is None:
+            self.coordinator = Coordinator(
+                self._log_dir,
+                self._run_dir / "perseus.db",
+                *self._flags,
+                environment=self.security.of_coordinator(),
+            )
+        address = self.coordinator.start()
         self.security.admit_agents(address)
         if self._serves_page:
-            self.page_url = await_log(self._coordinator, "coordinator", log, "listening for HTTP", "url")
+            self.page_url = str(self.coordinator.logged("listening for HTTP")["url"])
         return address
 
     def page_lines(self, address: str) -> list[str]:
@@ -123,41 +99,33 @@ class Cluster:
             f"Log in there with {self.security.reader_token(address)}",
         ]
 
-    def kill_coordinator(self) -> None:
-        """Kill the coordinator as a crash would; `start_coordinator` restarts it on the same database."""
-        assert self._coordinator is not None
-        self._coordinator.kill()
-        self._coordinator.wait()
-        self._coordinator = None
-
     def start_agents(self, coordinator: str) -> None:
-        """Start one agent for each pipeline's GPUs, and wait until they serve their sockets."""
-        for pipeline in range(self._workload.pipeline_count):
-            log = self._log_dir / f"agent-{pipeline}.log"
-            gpu_folder = self.gpu_file(pipeline, 0).parent
-            backend = ["--gpu-backend=emulated", f"--emulated-gpus={gpu_folder}"]
-            environment = dict(self.security.of_agent())
-            if self._nvml_library is not None:
-                backend = ["--gpu-backend=nvml"]
-                environment |= nvml_stub.environment(self._nvml_library, gpu_folder)
-            agent = start_process(
-                log,
-                "-m",
-                "perseus.cli",
-                "agent",
-                f"--coordinator={coordinator}",
-                f"--socket={self.socket(pipeline)}",
-                f"--restore-folder={self._run_dir / 'restore'}",
-                f"--grants={self._run_dir / 'grants'}",
-                *backend,
-                *(["--observe"] if pipeline in self._observing else []),
-                "--log-format=json",
-                environment=environment,
-            )
-            self._agents.append(agent)
-        for pipeline, agent in enumerate(self._agents):
-            log = self._log_dir / f"agent-{pipeline}.log"
-            await_start(agent, f"agent {pipeline}", log, self.socket(pipeline).exists)
+        """Start one agent for each pipeline's GPUs, and wait until they serve their sockets.
+
+        Raises:
+            ClusterError: one ended, or took too long.
+        """
+        self.agents = [
+            self._agent(pipeline, coordinator) for pipeline in range(self._workload.pipeline_count)
+        ]
+        for agent in self.agents:
+            agent.launch()
+        for agent in self.agents:
+            agent.await_socket()
+
+    def _agent(self, pipeline: int, coordinator: str) -> Agent:
+        gpu_folder = self.gpu_file(pipeline, 0).parent
+        flags = [f"--restore-folder={self._run_dir / 'restore'}", f"--grants={self._run_dir / 'grants'}"]
+        environment = dict(self.security.of_agent())
+        if self._nvml_library is None:
+            flags += ["--gpu-backend=emulated", f"--emulated-gpus={gpu_folder}"]
+        else:
+            flags += ["--gpu-backend=nvml"]
+            environment |= nvml_stub.environment(self._nvml_library, gpu_folder)
+        if pipeline in self._observing:
+            flags.append("--observe")
+        log = self._log_dir / f"agent-{pipeline}.log"
+        return Agent(log, self.socket(pipeline), coordinator, *flags, environment=environment)
 
     def start_trainers(self) -> None:
         """Start all ranks of the training job."""
@@ -167,12 +135,10 @@ class Cluster:
 
     def start_trainer(self, name: str, *arguments: str) -> None:
         """Start a Python process of the training job, the demo's own or another."""
-        environment = {
-            SOCKET_VARIABLE: str(self.socket(0))
-        }  # for a script with more hooks than the demo replaces
-        self._trainers.append(
-            start_process(self._log_dir / f"{name}.log", *arguments, environment=environment)
-        )
+        # For a script with more hooks than the demo replaces.
+        environment = {SOCKET_VARIABLE: str(self.socket(0))}
+        self.trainers.append(Process(self._log_dir / f"{name}.log", *arguments, environment=environment))
+        self.trainers[-1].launch()
 
     def evaluations(self, *, but: int) -> list[tuple[int, float]]:
         """Return (iteration before it, duration in seconds) of each evaluation of all pipelines but one."""
@@ -199,7 +165,7 @@ class Cluster:
             ClusterError: one of them failed or did not end in time.
         """
         (self._run_dir / STOP_FILE).touch()
-        for trainer in self._trainers:
+        for trainer in self.trainers:
             try:
                 trainer.wait(_END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
@@ -208,7 +174,7 @@ class Cluster:
 
     def end_training(self) -> None:
         """End the trainers at once, with SIGTERM."""
-        end_processes(self._trainers)
+        end(*self.trainers)
 
     def stop_services(self) -> None:
         """End agents and coordinator as an operator would, with SIGTERM.
@@ -216,13 +182,9 @@ class Cluster:
         Raises:
             ClusterError: one of them did not end cleanly.
         """
-        services = [*self._agents, *([self._coordinator] if self._coordinator else [])]
-        for process in services:
-            process.send_signal(signal.SIGTERM)
-            if process.wait(_END_TIMEOUT_S) != 0:
-                raise ClusterError(
-                    f"expected a clean end, found exit status {process.returncode}; {self._logs}"
-                )
+        for process in self._services:
+            if (status := process.terminate()) != 0:
+                raise ClusterError(f"expected a clean end, found exit status {status}; {self._logs}")
 
     def check(self) -> None:
         """Check that all processes are alive.
@@ -230,8 +192,9 @@ class Cluster:
         Raises:
             ClusterError: a process has ended with an error.
         """
-        services = [*self._agents, *([self._coordinator] if self._coordinator else [])]
-        if any(process.poll() is not None for process in services) or any(t.poll() for t in self._trainers):
+        if not all(process.is_running for process in self._services) or any(
+            trainer.poll() for trainer in self.trainers
+        ):
             raise ClusterError(f"a process of the demo has ended; {self._logs}")
 
     def socket(self, pipeline: int) -> Path:
@@ -243,75 +206,9 @@ class Cluster:
         return self._run_dir / f"gpus-{pipeline}" / f"gpu-{stage}.bin"
 
     @property
+    def _services(self) -> list[Process]:
+        return [*self.agents, *([self.coordinator] if self.coordinator else [])]
+
+    @property
     def _logs(self) -> str:
         return f"its log is in {self._log_dir}"
-
-
-def start_process(
-    log: Path, *arguments: str, environment: Mapping[str, str] = MappingProxyType({})
-) -> subprocess.Popen[bytes]:
-    """Start a Python process of the demo, whose output goes to a file.
-
-    It sees none of this machine's settings of Perseus, only those in `environment`.
-    """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_MACHINE)}
-    # One thread per process in numerical libraries: a dozen processes share this machine.
-    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**inherited, **threads, **ENVIRONMENT, **environment},
-        )
-
-
-def await_start(process: subprocess.Popen[bytes], name: str, log: Path, is_ready: Callable[[], bool]) -> None:
-    """Wait until a process is ready.
-
-    Raises:
-        ClusterError: it ended, or took too long.
-    """
-    deadline_s = time.monotonic() + _START_TIMEOUT_S
-    while not is_ready():
-        if process.poll() is not None or time.monotonic() > deadline_s:
-            raise ClusterError(
-                f"expected the {name} to start within {_START_TIMEOUT_S} s; its log is in {log.parent}"
-            )
-        time.sleep(_POLL_S)
-
-
-def await_log(process: subprocess.Popen[bytes], name: str, log: Path, event: str, key: str) -> str:
-    """Wait until a process has logged an event, and return one of the entry's values.
-
-    Raises:
-        ClusterError: as `await_start`.
-    """
-    found: list[str] = []
-
-    def seen() -> bool:
-        for line in log.read_text().splitlines():
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # the last line may be half-written
-            if entry.get("event") == event:
-                found.append(entry[key])
-        return bool(found)
-
-    await_start(process, name, log, seen)
-    return found[0]
-
-
-def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the processes that still run, with SIGTERM; with SIGKILL if they take too long."""
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    for process in processes:
-        try:
-            process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

@@ -19,7 +19,7 @@ from statistics import quantiles
 from typing import Any, Protocol
 
 from perseus import pictures
-from perseus.demo.cluster import ClusterError, await_log, await_start, end_processes, start_process
+from perseus.demo.processes import ClusterError, Process, end
 from perseus.demo.serving_agent import REMEMBERED_S
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
@@ -169,7 +169,7 @@ async def run_serving_scenario(
                 [f"The agent remembers late requests for {REMEMBERED_S:.0f} s here, usually for 3 min"]
             )
             outcome = await _replay(addresses, gpus, display, script)
-            if agent.poll() is not None:
+            if not agent.is_running:
                 raise ClusterError(f"the agent has ended; its log is in {logs}")
         if (
             left := [name for name, gpu in gpus.items() if gpu.sm_clock_mhz() != GPU.highest_clock_mhz]
@@ -181,7 +181,7 @@ async def run_serving_scenario(
 
 
 @contextmanager
-def running(folder: Path, logs: Path) -> Iterator[tuple[dict[str, str], dict[str, EmulatedGpu], Any]]:
+def running(folder: Path, logs: Path) -> Iterator[tuple[dict[str, str], dict[str, EmulatedGpu], Process]]:
     """Run two engines and an agent for one of them; yields addresses, GPUs, and the agent's process."""
     profile, socket = folder / "profile.csv", folder / "agent.sock"
     profile.write_text(profile_csv())
@@ -194,7 +194,9 @@ def running(folder: Path, logs: Path) -> Iterator[tuple[dict[str, str], dict[str
         f'profile = "{profile}"\nmax_batched_tokens = {_MAX_BATCHED_TOKENS}\n'
         f"kv_capacity_tokens = {_KV_CAPACITY_TOKENS}\n"
     )
-    processes, addresses, gpus = [], {}, {}
+    processes: list[Process] = []
+    addresses: dict[str, str] = {}
+    gpus: dict[str, EmulatedGpu] = {}
     try:
         for engine in ENGINES:
             file = folder / engine / "gpu-0.bin"
@@ -204,23 +206,21 @@ def running(folder: Path, logs: Path) -> Iterator[tuple[dict[str, str], dict[str
             configuration = EngineConfiguration(
                 [str(file)], str(profile), _MAX_BATCHED_TOKENS, _KV_CAPACITY_TOKENS, plugins
             )
-            log = logs / f"engine-{engine}.log"
-            process = start_process(
-                log,
-                "-m",
-                "perseus.emulation.serving",
-                configuration.to_json(),
+            process = Process(
+                logs / f"engine-{engine}.log",
+                *("-m", "perseus.emulation.serving", configuration.to_json()),
                 environment={"PERSEUS_AGENT_SOCKET": str(socket)},
             )
             processes.append(process)
-            addresses[engine] = await_log(process, f"engine {engine}", log, "listening", "address")
-        settings = str(folder / "agent.toml")
-        agent = start_process(logs / "agent.log", "-m", "perseus.demo.serving_agent", settings)
+            process.launch()
+            addresses[engine] = str(process.logged("listening")["address"])
+        agent = Process(logs / "agent.log", *("-m", "perseus.demo.serving_agent", str(folder / "agent.toml")))
         processes.append(agent)
-        await_start(agent, "agent", logs / "agent.log", socket.exists)
+        agent.launch()
+        agent.until(socket.exists, "the agent's socket")
         yield addresses, gpus, agent
     finally:
-        end_processes(processes[::-1])
+        end(*processes[::-1])
 
 
 async def _replay(

@@ -74,7 +74,8 @@ class Site:
 
     def kill_coordinator(self) -> None:
         """Kill the coordinator as a crash would."""
-        self._clusters[0].kill_coordinator()
+        assert self._clusters[0].coordinator is not None
+        self._clusters[0].coordinator.kill()
 
     def restart_coordinator(self) -> None:
         """Start the coordinator again at its old address.
@@ -82,7 +83,7 @@ class Site:
         Raises:
             ClusterError: the coordinator did not start.
         """
-        self._clusters[0].start_coordinator(int(self.address.rpartition(":")[2]))
+        self._clusters[0].start_coordinator()
 
     def stop(self) -> None:
         """Let all jobs finish, and end agents and coordinator.

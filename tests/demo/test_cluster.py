@@ -3,8 +3,6 @@
 import json
 import os
 import ssl
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +12,9 @@ from pydantic_settings import BaseSettings
 
 from perseus import configuration
 from perseus.agent.sidecar.settings import AgentSettings
-from perseus.demo import cluster as processes
 from perseus.demo import serving_scenario
-from perseus.demo.cluster import Cluster, start_process
+from perseus.demo.cluster import Cluster
+from perseus.demo.processes import Agent, Process
 from perseus.demo.security import Security
 from perseus.service.settings import CoordinatorSettings
 from tests.workloads import SMALL
@@ -37,10 +35,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_setting_of_this_machine_reaches_a_process(machine: None, tmp_path: Path) -> None:
-    log = tmp_path / "log"
     show = "import json, os; print(json.dumps(dict(os.environ)))"
-    assert start_process(log, "-c", show, environment={"PERSEUS_AGENT_SOCKET": "own"}).wait() == 0
-    seen = json.loads(log.read_text())
+    process = Process(tmp_path / "log", "-c", show, environment={"PERSEUS_AGENT_SOCKET": "own"})
+    process.launch()
+    assert process.wait() == 0
+    seen = json.loads(process.log.read_text())
     assert {name: seen[name] for name in OF_THE_MACHINE if name in seen} == {"PERSEUS_AGENT_SOCKET": "own"}
     assert seen["PATH"] == os.environ["PATH"]
 
@@ -49,21 +48,16 @@ class Started:
     """Records processes instead of starting them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.commands: list[tuple[tuple[str, ...], Mapping[str, str]]] = []
-        for module in (processes, serving_scenario):
-            monkeypatch.setattr(module, "start_process", self.start)
-            monkeypatch.setattr(module, "await_log", lambda *_: "127.0.0.1:1")
-            monkeypatch.setattr(module, "await_start", lambda *_: None)
+        self.commands: list[tuple[list[str], Mapping[str, str]]] = []
+        entry = {"address": "127.0.0.1:1"}
+        monkeypatch.setattr(
+            Process, "launch", lambda each: self.commands.append((each.command(), each.environment))
+        )
+        monkeypatch.setattr(Process, "logged", lambda *_: entry)
+        monkeypatch.setattr(Process, "until", lambda *_: None)
+        monkeypatch.setattr(Agent, "launch", Process.launch)
         monkeypatch.setattr(Security, "admit_agents", lambda *_: None)
-        self._process = subprocess.Popen([sys.executable, "-c", ""])
-        self._process.wait()
         self._monkeypatch = monkeypatch
-
-    def start(
-        self, log: Path, *arguments: str, environment: Mapping[str, str] | None = None
-    ) -> "subprocess.Popen[bytes]":
-        self.commands.append((arguments, environment or {}))
-        return self._process
 
     def settings(self, command: str, model: type[BaseSettings]) -> BaseSettings:
         """Return the settings of the last process of a command."""

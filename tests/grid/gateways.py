@@ -1,23 +1,21 @@
-"""Gateways in their own processes, as an operator starts them."""
+"""A coordinator with feeds, and gateways, in their own processes, as an operator starts them."""
 
 import json
-import os
 import resource
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from joserfc.jwk import Key
 
+from perseus.demo.processes import TIMEOUT_S, Coordinator, Process, entries
 from perseus.demo.security import Security
 from perseus.tls.tokens import own_token
 from perseus.v1 import token_service_pb2
 from perseus.v1.token_service_pb2_grpc import TokenServiceStub
 from tests.grid.brokers import TOKEN
 from tests.grid.isv import agent_key
+from tests.ports import free_port
 
 NAME = "maxlps"
 
@@ -32,93 +30,84 @@ def grid_token(security: Security, address: str, folder: Path) -> Path:
     return path
 
 
-class GatewayProcess:
+class CoordinatorProcess(Coordinator):
+    """A coordinator with feeds and a durable database."""
+
+    def __init__(self, folder: Path, feeds: Mapping[str, object], **more: str) -> None:
+        folder.mkdir(exist_ok=True)
+        self.security = Security(folder / "security")
+        settings = {"FEEDS": json.dumps(feeds), **more}
+        environment = {f"PERSEUS_COORDINATOR_{name}": value for name, value in settings.items()}
+        super().__init__(
+            folder,
+            folder / "perseus.db",
+            environment={**self.security.of_coordinator(), **environment},
+            address=f"127.0.0.1:{free_port()}",
+        )
+
+    def await_listening(self) -> None:
+        """Wait until it listens."""
+        self.logged("listening")
+
+
+class GatewayProcess(Process):
     """`perseus grid dsx-flex`, which can be killed and started again with the same state."""
 
     def __init__(self, folder: Path, security: Security, broker: str, coordinator: str, **more: str) -> None:
         folder.mkdir(exist_ok=True)
         self.keys = folder / "keys"
-        self.log = folder / "gateway.log"
         self.state = folder / "state.db"
         self.key: Key
         signing_key, self.key = agent_key(folder)
+        broker_token = folder / "broker.token"
+        broker_token.write_text(TOKEN)
         files = {
             "TLS_CA": security.ca,
             "TLS_CERTIFICATE": security.client_certificate,
             "TLS_KEY": security.client_key,
         }
-        broker_token = folder / "broker.token"
-        broker_token.write_text(TOKEN)
-        self._environment: Mapping[str, str] = {
-            **{f"PERSEUS_GRID_{name}": str(path) for name, path in files.items()},
-            **{f"PERSEUS_GRID_BROKER_{name}": str(path) for name, path in files.items()},
-            "PERSEUS_GRID_TOKEN_FILE": str(grid_token(security, coordinator, folder)),
-            "PERSEUS_GRID_BROKER": broker,
-            "PERSEUS_GRID_BROKER_TOKEN_FILE": str(broker_token),
-            "PERSEUS_GRID_COORDINATOR": coordinator,
-            "PERSEUS_GRID_IDENTIFIER": NAME,
-            "PERSEUS_GRID_KEYS": str(self.keys),
-            "PERSEUS_GRID_SIGNING_KEY": str(signing_key),
-            "PERSEUS_GRID_STATE": str(self.state),
-            "PERSEUS_GRID_LOG_FORMAT": "json",
-            **{f"PERSEUS_GRID_{name}": value for name, value in more.items()},
+        settings = {
+            **files,
+            **{f"BROKER_{name}": path for name, path in files.items()},
+            "TOKEN_FILE": grid_token(security, coordinator, folder),
+            "BROKER": broker,
+            "BROKER_TOKEN_FILE": broker_token,
+            "COORDINATOR": coordinator,
+            "IDENTIFIER": NAME,
+            "KEYS": self.keys,
+            "SIGNING_KEY": signing_key,
+            "STATE": self.state,
+            "LOG_FORMAT": "json",
+            **more,
         }
-        self._process: subprocess.Popen[bytes] | None = None
+        super().__init__(
+            folder / "gateway.log",
+            *("-m", "perseus.cli", "grid", "dsx-flex"),
+            environment={f"PERSEUS_GRID_{name}": str(value) for name, value in settings.items()},
+        )
 
     def start(self) -> None:
         """Start it, and wait until it is connected to both."""
-        met = self.count("connected to the broker")
-        with self.log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "perseus.cli", "grid", "dsx-flex"],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **self._environment},
-            )
-        self.wait_for("connected to the broker", met + 1)
-
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
+        self.launch()
+        self.logged("connected to the broker")
 
     def stop(self) -> int:
         """End it as an operator does; return its exit code."""
-        assert self._process is not None
-        self._process.terminate()
-        return self.end()
+        return self.terminate()
 
     def end(self) -> int:
         """Wait for its end; return its exit code."""
-        assert self._process is not None
-        return self._process.wait(15)
+        return self.wait()
 
     def fill_disk(self) -> None:
         """Stop all its files from growing."""
-        assert self._process is not None
         size = self.state.with_name("state.db-wal").stat().st_size
-        resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (size, size))
+        resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (size, size))
 
     def published(self) -> list[dict[str, Any]]:
-        """Return its log. The last line may be incomplete."""
-        lines = self.log.read_text().splitlines() if self.log.exists() else []
-        found = []
-        for line in lines:
-            try:
-                found.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return found
+        """Return its log so far."""
+        return entries(self.log)
 
-    def count(self, event: str) -> int:
-        return sum(line["event"] == event for line in self.published())
-
-    def wait_for(self, event: str, count: int = 1, timeout_s: float = 30.0) -> None:
+    def wait_for(self, event: str, count: int = 1, timeout_s: float = TIMEOUT_S) -> None:
         """Wait until an event was logged `count` times."""
-        deadline_s = time.monotonic() + timeout_s
-        while self.count(event) < count:
-            assert self._process is not None
-            assert self._process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline_s, f"{event!r} is not in {self.log.read_text()}"
-            time.sleep(0.05)
+        self.until(lambda: self.count(event) >= count, f"{event!r}, {count} times", timeout_s)

@@ -17,8 +17,7 @@ from perseus.grid.contract.messages import moment
 from perseus.v1 import power_service_pb2
 from perseus.v1.power_service_pb2_grpc import PowerServiceStub
 from tests.grid.brokers import Heard, Mosquitto, MqttBroker, running
-from tests.grid.coordinators import CoordinatorProcess
-from tests.grid.gateways import NAME, GatewayProcess
+from tests.grid.gateways import NAME, CoordinatorProcess, GatewayProcess
 from tests.grid.isv import Sender, target_of
 
 if TYPE_CHECKING:

@@ -113,6 +113,16 @@ def squat(path: str, gpu_uuid: str) -> None:
                 return
 
 
+def try_to_connect(path: str) -> None:
+    """Say whether the socket is open to this user."""
+    try:
+        connected(path).close()
+    except PermissionError:
+        print("refused", flush=True)
+    else:
+        print("connected", flush=True)
+
+
 def marks(iteration: int) -> list[Message]:
     """Return the marks of an iteration with one computation."""
     now_ns = time.monotonic_ns()

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from perseus.demo.nvml_stub import Locks
-from tests.nvml.stack import KILLS, START_TIMEOUT_S, Stack, try_kills
+from tests.nvml.stack import KILLS, Stack, try_kills
 
-pytestmark = pytest.mark.slow("real processes train, and are killed")
+pytestmark = [pytest.mark.slow("real processes train, and are killed"), pytest.mark.timeout(600)]
 
 AT_A_TIME = 3
 
@@ -24,75 +24,64 @@ def stack(tmp_path: Path, stub_library: Path) -> Iterator[Stack]:
         yield stack
 
 
-@pytest.mark.timeout(300)
+def kill_agent_and_supervisor(stack: Stack) -> None:
+    stack.agent.signal(signal.SIGSTOP)  # so that the supervisor neither restores nor notices
+    stack.signal_agent(signal.SIGKILL)
+    stack.agent.kill()
+
+
 def test_the_gpu_is_at_stock_after_every_kill(tmp_path: Path, stub_library: Path) -> None:
     outcomes = try_kills(tmp_path, stub_library, list(KILLS), 1, 0, AT_A_TIME)
     assert {name: len(each) for name, each in outcomes.items()} == dict.fromkeys(KILLS, 1)
     assert any(outcome.was_locked for each in outcomes.values() for outcome in each)
 
 
-@pytest.mark.timeout(180)
 def test_after_agent_and_supervisor_are_killed_the_next_agent_restores_and_continues(stack: Stack) -> None:
     stack.start()
     stack.until(stack.is_locked, "a locked clock")
-    assert stack.supervisor is not None
-    stack.supervisor.send_signal(signal.SIGSTOP)  # so that it neither restores nor notices
-    stack.signal_agent(signal.SIGKILL)
-    stack.supervisor.kill()
-    stack.supervisor.wait()
+    kill_agent_and_supervisor(stack)
     time.sleep(0.5)
     assert stack.has_record()
     assert stack.is_locked(), "no process is left"
     stack.start_agent()
-    stack.until(stack.is_at_stock, "stock", 5.0)
+    stack.until(stack.is_at_stock, "stock")
     stack.until(stack.is_locked, "a clock for the trainer, which has joined again")
 
 
-@pytest.mark.timeout(180)
 def test_restoring_by_hand_to_the_operators_range(stack: Stack) -> None:
     stack.start_coordinator()
     stack.start_agent("--restore-clocks=800,1200")
     stack.start()
     stack.until(stack.is_locked, "a locked clock")
-    assert stack.supervisor is not None
-    stack.supervisor.send_signal(signal.SIGSTOP)
-    stack.signal_agent(signal.SIGKILL)
-    stack.supervisor.kill()
-    stack.supervisor.wait()
-    done = stack.run_agent_command("--restore")
-    assert (done.returncode, done.stderr) == (0, "GPU GPU-0: restored\n")
+    kill_agent_and_supervisor(stack)
+    assert stack.restore() == (0, "GPU GPU-0: restored\n")
     assert Locks.read(stack.gpu_file) == Locks((800, 1200), (0, 0)), (
         "the range of the record, not of the flags"
     )
     assert not stack.has_record()
-    done = stack.run_agent_command("--restore")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert stack.restore() == (0, "")
 
 
-@pytest.mark.timeout(180)
 def test_an_agent_whose_supervisor_is_killed_restores_and_ends(stack: Stack) -> None:
     stack.start()
     stack.until(stack.is_locked, "a locked clock")
-    assert stack.supervisor is not None
-    stack.supervisor.kill()
-    stack.until(stack.is_at_stock, "stock", 5.0)
-    assert stack.trainer is not None
-    assert stack.trainer.poll() is None, "training continues"
+    stack.agent.kill()
+    stack.until(stack.is_at_stock, "stock")
+    assert stack.trainer.is_running, "training continues"
 
 
-@pytest.mark.timeout(180)
 def test_an_agent_that_blocks_on_its_log_lets_go_of_the_clock(stack: Stack) -> None:
-    reading, stack.outputs["agent"] = os.pipe()
+    reading, output = os.pipe()
+    stack.start_coordinator()
+    stack.start_agent(output=output)
     stack.start()
     stack.until(stack.is_locked, "a locked clock")
-    filling = os.open(f"/proc/self/fd/{stack.outputs['agent']}", os.O_WRONLY | os.O_NONBLOCK)
+    filling = os.open(f"/proc/self/fd/{output}", os.O_WRONLY | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
         while os.write(filling, bytes(select.PIPE_BUF)):
             pass
-    assert stack.coordinator is not None
-    assert stack.supervisor is not None
     stack.coordinator.kill()  # which the agent logs
     stack.until(stack.is_at_stock, "stock")
-    assert stack.supervisor.wait(START_TIMEOUT_S) == 128 + signal.SIGKILL, "the supervisor saw no beats"
-    for descriptor in (reading, filling, stack.outputs["agent"]):
+    assert stack.agent.wait() == 128 + signal.SIGKILL, "the supervisor saw no beats"
+    for descriptor in (reading, filling, output):
         os.close(descriptor)

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from perseus.demo.cluster import ENVIRONMENT, Cluster
-from tests.event_log import logged
+from perseus.demo.cluster import Cluster
+from perseus.demo.processes import ENVIRONMENT, logged
 from tests.metrics.test_names import board_queries
 from tests.ports import free_port
 from tests.small_jobs import planned_soon

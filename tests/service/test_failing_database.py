@@ -13,9 +13,9 @@ import pytest
 from sqlalchemy.engine import make_url
 
 from benchmarks.load.control import CoordinatorProcess
+from perseus.demo.processes import logged
 from perseus.job_id import slot_of
 from perseus.v1 import job_service_pb2
-from tests.event_log import logged
 from tests.ports import free_port
 from tests.service.grpc_fakes import connected_to
 from tests.service.storage import postgresql

@@ -14,33 +14,47 @@ import stat
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from perseus import solver
-from perseus.agent.link.computation import Kind
 from perseus.agent.sidecar.health_client import ask_health
 from perseus.demo import nvml_stub
 from perseus.demo.nvml_stub import NO_LOCKS, Locks
+from perseus.demo.processes import TIMEOUT_S, ClusterError, Coordinator, Process, end, until
 from perseus.demo.security import Security
-from perseus.demo.trainer import STOP_FILE, RankTask
+from perseus.demo.tasks import rank_tasks
+from perseus.demo.trainer import STOP_FILE
+from perseus.demo.workload import Workload
 from perseus.emulation.gpu import EmulatedGpu
-from perseus.emulation.physics import A100_SXM
+from perseus.emulation.physics import Work
 from tests.ports import free_port
+from tests.processes import is_gone, tails
+from tests.workloads import QUICK_GPU
 
 REPOSITORY = Path(__file__).parent.parent.parent
 NODE_COUNT = 2
 GPU_COUNT = 2
 DAEMONS = ("munged", "slurmctld", "slurmd")
-_MODEL = replace(A100_SXM.with_clocks(4), counter_period_s=0.02)
-_MICROBATCHES = 2
-_POLL_S = 0.05
+_JOB = Workload(
+    job_id="trained",
+    pipeline_count=NODE_COUNT,
+    stage_weights=(0.5, 1.0),
+    microbatch_count=2,
+    forward=Work(0.016, 0.004, 0.85),
+    backward=Work(0.032, 0.008, 0.95),
+    optimizer_s=0.005,
+    gpu=QUICK_GPU,
+)
 _SLURMD_TIMEOUT_S = 5
-_STOP_S = 20.0
-_LAST_LINES = 30
+_SETTINGS = {
+    "PERSEUS_COORDINATOR_LEASE_S": "2",
+    "PERSEUS_COORDINATOR_BASELINE_ITERATIONS": "2",
+    "PERSEUS_COORDINATOR_PROFILE_ITERATIONS": "2",
+    # Short iterations on a busy host: the guard would soon leave such a job at stock for good.
+    "PERSEUS_COORDINATOR_GUARD_TOLERANCE_PERCENT": "100",
+}
 
 _SLURM_CONF = """
 ClusterName=perseus
@@ -89,7 +103,10 @@ class SlurmCluster:
         self.folder = folder
         self._library = library
         self._security = Security(folder / "security")
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._coordinator = Coordinator(
+            folder, folder / "perseus.db", environment={**self._security.of_coordinator(), **_SETTINGS}
+        )
+        self._processes: dict[str, Process] = {}
         self._job_count = 0
         self._gpus = {
             (node, index): self._make_gpu(node, index)
@@ -105,7 +122,7 @@ class SlurmCluster:
     def _make_gpu(self, node: int, index: int) -> EmulatedGpu:
         path = self.gpu_file(node, index)
         path.parent.mkdir(parents=True, exist_ok=True)
-        return EmulatedGpu.create(path, _MODEL, gpu_uuid(node, index))
+        return EmulatedGpu.create(path, QUICK_GPU, gpu_uuid(node, index))
 
     # --- Files ----------------------------------------------------------------------------------------------
 
@@ -196,7 +213,9 @@ class SlurmCluster:
     def __enter__(self) -> "SlurmCluster":
         with ExitStack() as stack:
             stack.push(self.__exit__)
-            self._write_files(self._start_coordinator())
+            self._coordinator.start()
+            self._security.admit_agents(self._coordinator.address)
+            self._write_files(self._coordinator.address)
             self._start_munge()
             self._start("slurmctld", "slurmctld", "-D", "-i")
             for node in range(NODE_COUNT):
@@ -212,49 +231,13 @@ class SlurmCluster:
                     self.start_slurmd(node)
             for user in ("root", "nobody"):
                 self.run("scancel", f"--user={user}")
-            self.until(lambda: not self.run("squeue", "--noheader"), "the end of all jobs", is_checked=False)
+            with suppress(ClusterError):
+                self.until(lambda: not self.run("squeue", "--noheader"), "the end of all jobs")
         for node in range(NODE_COUNT):
             self.end_agent(node, signal.SIGTERM)
-        for process in reversed(self._processes.values()):
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(_STOP_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+        end(*reversed(self._processes.values()), self._coordinator)
         for gpu in self._gpus.values():
             gpu.close()
-
-    def _start_coordinator(self) -> str:
-        self._start(
-            "coordinator",
-            *[
-                sys.executable,
-                "-m",
-                "perseus.cli",
-                "coordinator",
-                "--listen=127.0.0.1:0",
-                "--log-format=json",
-            ],
-            f"--database={self.folder / 'perseus.db'}",
-            **self._security.of_coordinator(),
-            PERSEUS_COORDINATOR_LEASE_S="2",
-            PERSEUS_COORDINATOR_BASELINE_ITERATIONS="2",
-            PERSEUS_COORDINATOR_PROFILE_ITERATIONS="2",
-            # Short iterations on a busy host: the guard would soon leave such a job at stock for good.
-            PERSEUS_COORDINATOR_GUARD_TOLERANCE_PERCENT="100",
-        )
-        found: list[str] = []
-
-        def listens() -> bool:
-            lines = [line for line in self._log("coordinator").splitlines() if line.startswith("{")]
-            found[:] = [str(e["address"]) for e in map(json.loads, lines) if e["event"] == "listening"]
-            return bool(found)
-
-        self.until(listens, "coordinator")
-        self._security.admit_agents(found[0])
-        return found[0]
 
     def _start_munge(self) -> None:
         folder = self.folder / "munge"
@@ -282,9 +265,7 @@ class SlurmCluster:
 
     def kill_slurmd(self, node: int) -> None:
         """SIGKILL: neither the tasks that it has started nor its epilog know of it."""
-        process = self._processes.pop(f"slurmd{node}")
-        process.kill()
-        process.wait()
+        self._processes.pop(f"slurmd{node}").kill()
 
     def end_agent(self, node: int, number: int) -> None:
         """Send a signal to a node's agent and its supervisor, if they run, and wait until they are gone."""
@@ -295,11 +276,7 @@ class SlurmCluster:
         os.kill(supervisor, number)
         if number == signal.SIGKILL:
             os.kill(pid, number)
-        self.until(lambda: not Path(f"/proc/{pid}/cmdline").exists() or self._is_dead(pid), "the agent's end")
-
-    @staticmethod
-    def _is_dead(pid: int) -> bool:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        self.until(lambda: is_gone(pid), "the agent's end")
 
     def _agent_pid(self, node: int) -> int | None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
@@ -319,34 +296,17 @@ class SlurmCluster:
         job_id = f"trained-{self._job_count}"
         folder = self.folder / job_id
         folder.mkdir()
-        orders = solver.one_forward_one_backward(GPU_COUNT, _MICROBATCHES).orders
-        kinds = {solver.Kind.FORWARD: Kind.FORWARD, solver.Kind.BACKWARD: Kind.BACKWARD}
-        for node in range(NODE_COUNT):
-            for stage in range(GPU_COUNT):
-                task = RankTask(
-                    run_dir=str(folder),
-                    agent_socket=str(self.socket(node)),
-                    gpu_file=str(self.gpu_file(node, stage)),
-                    job_id=job_id,
-                    pipeline=node,
-                    pipeline_count=NODE_COUNT,
-                    stage=stage,
-                    stage_count=GPU_COUNT,
-                    microbatch_count=_MICROBATCHES,
-                    order=[(kinds[each.kind], each.microbatch) for each in orders[stage]],
-                    forward=(0.008 * (1 + stage), 0.002, 0.85),
-                    backward=(0.016 * (1 + stage), 0.004, 0.95),
-                    optimizer_s=0.005,
-                )
-                (folder / f"task-{node * GPU_COUNT + stage}.json").write_text(task.to_json())
+        tasks = rank_tasks(replace(_JOB, job_id=job_id), folder, self.socket, self.gpu_file)
+        for number, task in enumerate(tasks):
+            (folder / f"task-{number}.json").write_text(task.to_json())
         train = f'exec {sys.executable} -m perseus.demo.trainer "$(cat {folder}/task-$SLURM_PROCID.json)"'
         script = f"#!/bin/sh\nexport OMP_NUM_THREADS=1\nexec srun --kill-on-bad-exit=1 sh -c '{train}'\n"
-        number = self.submit(
+        submitted = self.submit(
             script,
             *[f"--nodes={NODE_COUNT}", f"--ntasks={NODE_COUNT * GPU_COUNT}", f"--gres=gpu:{GPU_COUNT}"],
             *["--account=physics", f"--output={folder}/output"],
         )
-        return number, job_id
+        return submitted, job_id
 
     def stop_training(self, job_id: str) -> None:
         """Let the tasks finish their iteration and end."""
@@ -370,13 +330,14 @@ class SlurmCluster:
 
     def ask(self, *command: str) -> str:
         """What a command of ours answers, asked of the coordinator."""
-        address = json.loads(next(ln for ln in self._log("coordinator").splitlines() if '"listening"' in ln))[
-            "address"
-        ]
-        environment = {**self.environment, **self._security.of_operator(), "PERSEUS_COORDINATOR": address}
+        environment = {
+            **self.environment,
+            **self._security.of_operator(),
+            "PERSEUS_COORDINATOR": self._coordinator.address,
+        }
         return subprocess.run(
             [sys.executable, "-m", "perseus.cli", *command],
-            env=environment, capture_output=True, text=True, check=True, timeout=60,
+            env=environment, capture_output=True, text=True, check=True, timeout=TIMEOUT_S,
         ).stdout  # fmt: skip
 
     # --- GPUs -----------------------------------------------------------------------------------------------
@@ -391,7 +352,7 @@ class SlurmCluster:
             path for node in range(NODE_COUNT) for path in self.node_folder(node).glob("restore/*.json")
         ]
         clocks_mhz = {gpu.sm_clock_mhz() for gpu in self._gpus.values()}
-        return not self.locked() and not records and clocks_mhz == {_MODEL.highest_clock_mhz}
+        return not self.locked() and not records and clocks_mhz == {QUICK_GPU.highest_clock_mhz}
 
     def has_agent(self, node: int) -> bool:
         try:
@@ -410,46 +371,22 @@ class SlurmCluster:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=TIMEOUT_S,
         )
         return done.stdout if done.returncode == 0 else ""
 
-    def _start(self, name: str, *command: str, **environment: str) -> None:
-        with (self.folder / f"{name}.log").open("ab") as log:
-            self._processes[name] = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**self.environment, "OMP_NUM_THREADS": "1", **environment},
-            )
+    def _start(self, name: str, *command: str) -> None:
+        process = Process(self.folder / f"{name}.log", environment=self.environment, program=command)
+        self._processes[name] = process
+        process.launch()
 
-    def _log(self, name: str) -> str:
-        path = self.folder / f"{name}.log"
-        return path.read_text(errors="replace") if path.exists() else ""
-
-    def until(
-        self, is_true: Callable[[], bool], what: str, timeout_s: float = 60.0, *, is_checked: bool = True
-    ) -> float:
-        """Wait; the seconds that it took. AssertionError after `timeout_s`, if that is wanted."""
-        begun_s = time.monotonic()
-        while not is_true():
-            waited_s = time.monotonic() - begun_s
-            if waited_s > timeout_s:
-                assert not is_checked, f"{what}: not within {timeout_s:g} s\n{self._state()}"
-                return waited_s
-            time.sleep(_POLL_S)
-        return time.monotonic() - begun_s
+    def until(self, is_so: Callable[[], bool], what: str) -> float:
+        """Wait; return the seconds that it took."""
+        return until(is_so, what, state=self._state)
 
     def _state(self) -> str:
-        """What there is to know of a wait that has failed: nobody will find the folder."""
-        logs = [*self.folder.glob("*.log"), *self.folder.glob("*/*.log"), *self.folder.glob("*/output")]
-        tails = [
-            f"--- {path.relative_to(self.folder)}\n"
-            + "\n".join(path.read_text(errors="replace").splitlines()[-_LAST_LINES:])
-            for path in sorted(logs)
-        ]
-        return "\n".join([self.run("squeue", "--all"), self.run("sinfo", "--Node", "--long"), *tails])
+        slurms = [self.run("squeue", "--all"), self.run("sinfo", "--Node", "--long")]
+        return "\n".join([*slurms, tails(self.folder)])
 
 
 def gpu_uuid(node: int, index: int) -> str:

@@ -9,8 +9,6 @@ come and go, and while it starts. After that come failing databases, malformed m
 
 import argparse
 import asyncio
-import os
-import platform
 import random
 import re
 import statistics
@@ -18,18 +16,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from benchmarks.coordinator_load import report_problems
-from benchmarks.load.control import Agents, CoordinatorProcess, GeneratorError, raise_file_limit
+from benchmarks.load.control import Agents, GeneratorError, raise_file_limit
+from perseus.demo.processes import Coordinator
+from tests.processes import tails
 from tests.service.storage import postgresql
 from tests.torture import tenants
-from tests.torture.faults import FAULTS, LEASE_S, FaultOutcome, strike_all
-from tests.torture.killed_postgresql import KilledServer
-from tests.torture.malformed import section, torture_malformed
+from tests.torture.faults import FAULTS, FaultOutcome, strike_all
+from tests.torture.malformed import publish_malformed, torture_malformed
+from tests.torture.report import last_run, publish
 
 FLAGS = (
     *("--lease-s", "60", "--guard-tolerance-percent", "1000"),
@@ -53,16 +53,6 @@ _LIMIT_S = 120.0
 _HOSTILE_S = 60.0
 _POSTGRESQL_SHARE, _SERVER_SHARE = 0.25, 0.1
 """Shares of the number of kills: those repeated on PostgreSQL, and those of its server."""
-
-
-class DatabaseServer(Protocol):
-    """A server that keeps a coordinator's database, and can be killed itself."""
-
-    def kill(self) -> None:
-        """SIGKILL to all of it."""
-
-    def start(self) -> None:
-        """Start it again, and wait until it answers."""
 
 
 @dataclass(slots=True)
@@ -89,22 +79,20 @@ def torture(
     seed: int,
     *,
     pipeline_count: int = 8,
-    server: DatabaseServer | None = None,
+    server: postgresql.Server | None = None,
     server_kill_count: int = 0,
-    check_store: Callable[[str], list[str]],
 ) -> Outcome:
     """Kill the coordinator of a database repeatedly, and compare its state with its messages.
 
     Args:
         database: the value of `--database`.
         server: its server, which is killed `server_kill_count` times in between.
-        check_store: returns the problems of the database, once nobody has it open.
     """
     chance = random.Random(seed)
     outcome = Outcome()
     # Kills that include the server, spread evenly.
     server_kills = {round((n + 0.5) * kill_count / server_kill_count) for n in range(server_kill_count)}
-    with CoordinatorProcess(folder, database, FLAGS, is_pinned=False) as coordinator:
+    with Coordinator(folder, database, *FLAGS) as coordinator:
         coordinator.start()
         with Agents(coordinator.address) as agents:
             restart_counts: dict[str, int] = {}
@@ -123,8 +111,9 @@ def torture(
                     server.kill()
                     outcome.server_kill_count += 1
                     _end_without_database(coordinator, outcome)
-                    server.start()
-                killed_s = coordinator.kill()
+                    server.start_again()
+                killed_s = time.monotonic()
+                coordinator.kill()
                 outcome.kill_count += 1
                 if chance.random() < _START_KILLS:
                     coordinator.launch()
@@ -141,7 +130,7 @@ def torture(
         status = coordinator.terminate()
         if status != 0:
             outcome.problems.append(f"SIGTERM: exit status {status}: {coordinator.log.read_text()[-500:]}")
-    outcome.problems += check_store(database)
+    outcome.problems += check_by_command(database)
     return outcome
 
 
@@ -165,20 +154,19 @@ def _nudge(agents: Agents, job_ids: Sequence[str], chance: random.Random) -> Non
     agents.ask("straggler", job_id=chance.choice(job_ids), factor=factor)
 
 
-def _come_back(coordinator: CoordinatorProcess, agents: Agents, killed_s: float, outcome: Outcome) -> None:
+def _come_back(coordinator: Coordinator, agents: Agents, killed_s: float, outcome: Outcome) -> None:
     begun_s = time.monotonic()
     try:
         agents.ask("back", since_s=killed_s, limit_s=_LIMIT_S)
     except GeneratorError as error:
-        raise AssertionError(f"{error}; the coordinator: {coordinator.standing()}") from None
+        raise AssertionError(f"{error}; the coordinator: {tails(coordinator.log.parent)}") from None
     outcome.return_s.append(time.monotonic() - begun_s)
 
 
-def _end_without_database(coordinator: CoordinatorProcess, outcome: Outcome) -> None:
+def _end_without_database(coordinator: Coordinator, outcome: Outcome) -> None:
     """Accept that a coordinator without its server ends by itself with a failure, or waits for the server."""
-    deadline_s = time.monotonic() + 2.0
-    while coordinator.poll() is None and time.monotonic() < deadline_s:
-        time.sleep(0.02)
+    with suppress(subprocess.TimeoutExpired):
+        coordinator.wait(2.0)
     if coordinator.poll() is not None and "Traceback" in coordinator.log.read_text():
         outcome.problems.append(f"a traceback: {coordinator.log.read_text()[-1000:]}")
 
@@ -211,7 +199,7 @@ def check_by_command(database: str) -> list[str]:
 
 def torture_sqlite(folder: Path, kill_count: int, seed: int) -> Outcome:
     """Kill a coordinator with a database in a file."""
-    return torture(folder, str(folder / "jobs.db"), kill_count, seed, check_store=check_by_command)
+    return torture(folder, str(folder / "jobs.db"), kill_count, seed)
 
 
 def torture_postgresql(folder: Path, kill_count: int, server_kill_count: int, seed: int) -> Outcome:
@@ -222,82 +210,38 @@ def torture_postgresql(folder: Path, kill_count: int, server_kill_count: int, se
             server.new_database(),
             kill_count,
             seed,
-            server=KilledServer(server),
+            server=server,
             server_kill_count=server_kill_count,
-            check_store=check_by_command,
         )
 
 
 _COLUMNS = (
     *("database", "kills under load", "while it started", "of the server", "batches acknowledged"),
-    *(
-        "versions offered to ranks",
-        "left out",
-        "all agents back, median",
-        "at most",
-        "lost, doubled or reversed",
-    ),
+    *("versions offered to ranks", "left out", "all agents back, median", "at most"),
+    "lost, doubled or reversed",
 )
+_FAULT_COLUMNS = ("fault", "exit status", "last line", "GPU unlocked after", "problems")
 
 
-def _fault_rows(outcomes: Iterable[FaultOutcome]) -> str:
-    rows = []
-    for each in outcomes:
-        message = each.lines[-1].replace("|", "/") if FAULTS[each.name].has_to_end and each.lines else "–"
-        message = re.sub(r"/\S+/(?=jobs\.db)", "", message)  # the folder is irrelevant
-        ended = "–" if each.status is None else str(each.status)
-        problems = "; ".join(each.problems) or "none"
-        rows.append(f"| {each.name} | {ended} | {message} | {each.stock_after_s:.1f} s | {problems} |")
-    return "\n".join(rows)
+def _row(name: str, outcome: Outcome) -> tuple[object, ...]:
+    return (
+        *(name, outcome.kill_count, outcome.start_kill_count, outcome.server_kill_count),
+        *(outcome.batch_count, outcome.version_count, outcome.left_out_count),
+        *(f"{statistics.median(outcome.return_s):.2f} s", f"{max(outcome.return_s):.2f} s"),
+        "; ".join(outcome.problems) or "none",
+    )
 
 
-def report(outcomes: dict[str, Outcome], faults: Iterable[FaultOutcome], seed: int, took_s: float) -> str:
-    """Return the figures as a page."""
-    rows = [
-        f"| {name} | {each.kill_count} | {each.start_kill_count} | {each.server_kill_count} | "
-        f"{each.batch_count} | {each.version_count} | {each.left_out_count} | "
-        f"{statistics.median(each.return_s):.2f} s | {max(each.return_s):.2f} s | "
-        f"{'; '.join(each.problems) or 'none'} |"
-        for name, each in outcomes.items()
-    ]
-    today, cores = time.strftime("%Y-%m-%d"), os.cpu_count()
-    return f"""# Kills, failing databases and attacks: the coordinator
-
-`make torture-coordinator` kills a coordinator under load by SIGKILL at random times and restarts it on the
-same database. Every {JOB_EVERY} kills a job of {8 * STAGES} ranks starts and the older of two jobs ends.
-Each rank is an agent of its own that reports {1 / PERIOD_S:g} iterations a second. Stragglers come and go,
-so plans change. The agents record all messages and fail the run if they find
-
-- an acknowledged batch that is not stored: the test compares Welcome, and the iterations and joules in the
-  report, with what was sent;
-- a batch counted twice;
-- a plan version whose clocks changed, or that is lower than an earlier one;
-- another epoch, a refusal, a job that is not planned at the end, or a failed integrity check.
-
-The report leaves out the first iteration under its plans. If a restart follows it, the report leaves out the
-next one as well, because the database does not store the plans of the iteration before it. The table counts
-these as "left out".
-
-| {" | ".join(_COLUMNS)} |
-{"|---" * len(_COLUMNS)}|
-{chr(10).join(rows)}
-
-## When the database fails
-
-The same load and a real agent with an emulated GPU, with the database on a small disk of its own. The
-coordinator must end with a clear error, or announce by a new epoch that state was lost. The agent must keep
-its plan until its lease ends ({LEASE_S:g} s here). Acknowledged data must be there after the fault is
-repaired.
-
-| fault | exit status | last line | GPU unlocked after | problems |
-|---|---|---|---|---|
-{_fault_rows(faults)}
-
-Last run: {today}, {took_s / 60:.0f} minutes, {cores} cores, Python {platform.python_version()}, seed {seed}.
-"""
+def _fault_row(outcome: FaultOutcome) -> tuple[object, ...]:
+    has_words = FAULTS[outcome.name].has_to_end and outcome.lines
+    words = outcome.lines[-1].replace("|", "/") if has_words else "–"
+    words = re.sub(r"/\S+/(?=jobs\.db)", "", words)  # the folder is irrelevant
+    status = "–" if outcome.status is None else outcome.status
+    problems = "; ".join(outcome.problems) or "none"
+    return (outcome.name, status, words, f"{outcome.stock_after_s:.1f} s", problems)
 
 
-def main(count: int, path: Path | None, seed: int, malformed_count: int) -> None:
+def main(count: int, page: Path | None, seed: int, malformed_count: int) -> None:
     """Kill the coordinator, and write the report."""
     print(f"seed {seed}", flush=True)
     raise_file_limit()
@@ -312,19 +256,21 @@ def main(count: int, path: Path | None, seed: int, malformed_count: int) -> None
                 own, round(count * _POSTGRESQL_SHARE), round(count * _SERVER_SHARE), seed
             )
         faults = strike_all(Path(folder))
-        took_s = time.monotonic() - begun_s
-        (own := Path(folder) / "malformed").mkdir()
-        malformed = torture_malformed(own, malformed_count, seed) if malformed_count else None
+        heading = "# Kills, failing databases and attacks: the coordinator"
+        rows = [_row(name, outcome) for name, outcome in outcomes.items()]
+        took = last_run(time.monotonic() - begun_s, seed)
+        publish(page, heading, _COLUMNS, rows, took)
+        publish(page, "## When the database fails", _FAULT_COLUMNS, map(_fault_row, faults), took)
+        problems = [outcome.problems for outcome in outcomes.values()]
+        problems += [fault.problems for fault in faults]
+        if malformed_count:
+            (own := Path(folder) / "malformed").mkdir()
+            malformed = torture_malformed(own, malformed_count, seed)
+            publish_malformed(page, malformed, seed)
+            problems.append(malformed.problems)
         hostile = asyncio.run(tenants.torture_tenants(Path(folder), _HOSTILE_S))
-    text = f"{report(outcomes, faults, seed, took_s)}\n{tenants.section(hostile, _HOSTILE_S)}"
-    if malformed is not None:
-        text += f"\n{section(malformed, seed)}"
-    print(text)
-    if path is not None:
-        path.write_text(text)
-    problems = [hostile.problems, *(each.problems for each in outcomes.values())]
-    problems += [each.problems for each in faults]
-    problems += [malformed.problems] if malformed is not None else []
+        tenants.publish_tenants(page, hostile, _HOSTILE_S)
+        problems.append(hostile.problems)
     if any(problems):
         raise SystemExit(1)
 

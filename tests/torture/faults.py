@@ -15,8 +15,9 @@ from pathlib import Path
 
 import grpc
 
-from benchmarks.load.control import Agents, CoordinatorProcess, GeneratorError
+from benchmarks.load.control import Agents, GeneratorError
 from perseus.demo import nvml_stub
+from perseus.demo.processes import Coordinator
 from perseus.v1 import job_pb2, job_service_pb2
 from perseus.v1.job_service_pb2_grpc import JobServiceStub
 from tests.nvml.stack import Stack
@@ -30,7 +31,6 @@ FLAGS = (
 DISK_BYTES = 16 * 1024 * 1024
 
 _END_LIMIT_S = 45.0
-_STOCK_LIMIT_S = LEASE_S + 2.0
 _LIMIT_S = 60.0
 
 
@@ -53,23 +53,6 @@ class FaultOutcome:
     ended_after_s: float = 0.0
     stock_after_s: float = 0.0
     problems: list[str] = field(default_factory=list)
-
-
-class Node(Stack):
-    """A real agent, its trainer and its GPU, on a coordinator that others start."""
-
-    def __init__(self, folder: Path, library: Path, coordinator: CoordinatorProcess) -> None:
-        super().__init__(folder, library)
-        self._environment = nvml_stub.environment(library, self.gpu_folder)  # that coordinator uses plaintext
-        self._watched = coordinator
-
-    @property
-    def address(self) -> str:
-        """The coordinator's address."""
-        return self._watched.address
-
-    def start_coordinator(self) -> None:
-        """Do nothing: it runs already."""
 
 
 class Disk:
@@ -112,28 +95,28 @@ def small_disk(folder: Path) -> Iterator[Disk]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def _disk_full(disk: Disk, _: CoordinatorProcess) -> None:
+def _disk_full(disk: Disk, _: Coordinator) -> None:
     disk.fill()
 
 
-def _database_removed(disk: Disk, _: CoordinatorProcess) -> None:
+def _database_removed(disk: Disk, _: Coordinator) -> None:
     disk.remove_database()
 
 
-def _read_only(disk: Disk, coordinator: CoordinatorProcess) -> None:
+def _read_only(disk: Disk, coordinator: Coordinator) -> None:
     """A file can't become read-only under a writer: the coordinator notices it at its next start."""
     coordinator.kill()
     disk.remount("ro")
     coordinator.launch()
 
 
-def _log_truncated(disk: Disk, coordinator: CoordinatorProcess) -> None:
+def _log_truncated(disk: Disk, coordinator: Coordinator) -> None:
     """Truncate the log, like a disk that lied about completed writes."""
     coordinator.kill()
     os.truncate(disk.log(), disk.log().stat().st_size // 2)
 
 
-def _log_lost(disk: Disk, coordinator: CoordinatorProcess) -> None:
+def _log_lost(disk: Disk, coordinator: Coordinator) -> None:
     coordinator.kill()
     disk.log().unlink()
 
@@ -142,7 +125,7 @@ def _log_lost(disk: Disk, coordinator: CoordinatorProcess) -> None:
 class Fault:
     """How it strikes and is repaired; whether the coordinator has to end by itself, and may lose state."""
 
-    strike: Callable[[Disk, CoordinatorProcess], None]
+    strike: Callable[[Disk, Coordinator], None]
     mend: Callable[[Disk], None] = lambda _: None
     has_to_end: bool = True
     is_state_gone: bool = False
@@ -161,15 +144,18 @@ def strike(folder: Path, library: Path, *names: str) -> list[FaultOutcome]:
     """Let faults strike a coordinator under load, one after another.
 
     Raises:
-        AssertionError: after a fault the GPU was not back at stock when the lease had expired.
+        ClusterError: after a fault the GPU did not go back to stock.
     """
     outcomes = [FaultOutcome(name) for name in names]
     with (
         small_disk(folder / "disk") as disk,
-        CoordinatorProcess(folder, str(disk.database), FLAGS, is_pinned=False) as coordinator,
+        Coordinator(folder, disk.database, *FLAGS) as coordinator,
     ):
         coordinator.start()
-        with Node(folder / "node", library, coordinator) as node, Agents(coordinator.address) as agents:
+        with (
+            Stack(folder / "node", library, coordinator=coordinator) as node,
+            Agents(coordinator.address) as agents,
+        ):
             agents.ask(
                 "add", job_id="faults", pipeline_count=2, period_s=0.25, reconnect_within_s=0.5,
                 microbatch_count=4,
@@ -186,7 +172,7 @@ def strike(folder: Path, library: Path, *names: str) -> list[FaultOutcome]:
                 fault.strike(disk, coordinator)
                 _watch_end(coordinator, fault, struck_s, outcome)
                 outcome.stock_after_s = node.until(
-                    lambda: not node.is_locked(), f"stock after {outcome.name}", _STOCK_LIMIT_S
+                    lambda: not node.is_locked(), f"stock after {outcome.name}"
                 )
                 fault.mend(disk)
                 ended_s = time.monotonic()
@@ -211,9 +197,10 @@ def _has_slowdown(address: str, job_id: str) -> bool:
     return True
 
 
-def _watch_end(coordinator: CoordinatorProcess, fault: Fault, struck_s: float, outcome: FaultOutcome) -> None:
-    while fault.has_to_end and coordinator.poll() is None and time.monotonic() < struck_s + _END_LIMIT_S:
-        time.sleep(0.02)
+def _watch_end(coordinator: Coordinator, fault: Fault, struck_s: float, outcome: FaultOutcome) -> None:
+    if fault.has_to_end:
+        with suppress(subprocess.TimeoutExpired):
+            coordinator.wait(_END_LIMIT_S)
     outcome.ended_after_s = time.monotonic() - struck_s
     outcome.status = coordinator.poll()
     if outcome.status is None:

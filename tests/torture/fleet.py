@@ -12,7 +12,6 @@ its plan should keep it.
 """
 
 import argparse
-import os
 import random
 import signal
 import statistics
@@ -30,18 +29,16 @@ import psycopg
 from sqlalchemy.engine import make_url
 
 from benchmarks.coordinator_load import report_problems
-from benchmarks.load.control import Agents, CoordinatorProcess, GeneratorError, raise_file_limit
+from benchmarks.load.control import Agents, GeneratorError, raise_file_limit
+from perseus.demo.processes import Coordinator
 from perseus.job_id import slot_of
-from tests.event_log import logged
-from tests.ports import free_port
+from tests.processes import MEMBER_LEASE_S, Fleet, tails
 from tests.service.storage import postgresql
 from tests.small_jobs import small_job
 from tests.torture.coordinator import FLAGS, STAGES, check_by_command
-from tests.torture.cut import way_to
-from tests.torture.killed_postgresql import KilledServer
+from tests.torture.cut import Cut, way_to
 from tests.torture.trainings import ForeignClocks, Training, training, watched
 
-COORDINATORS = 3
 SLOTS = 2
 LOADED = [
     list(islice((job for job in map(str, numbers()) if slot_of(job, SLOTS) == slot), 5))
@@ -52,8 +49,6 @@ TRAINED = (small_job("third", 0.7, 1.0), small_job("first", 0.7, 1.0))
 """By slot, the job with the product's own agent."""
 
 RANK_LEASE_S = 20.0
-MEMBER_LEASE_S = 8.0
-"""Shorter ones are lost on a busy machine, where a coordinator may wait for seconds."""
 PERIOD_S = 1.0
 _LIMIT_S = 120.0
 _FREEZE_S = MEMBER_LEASE_S * 1.25
@@ -104,62 +99,14 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
 
 
-class Fleet:
-    """Coordinators on one database."""
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """What can be ended or cut off: coordinators, each one's way to the database, and its server."""
 
-    def __init__(self, folder: Path, server: postgresql.Server, database: str, stack: ExitStack) -> None:
-        flags = (
-            *(*FLAGS, "--lease-s", str(RANK_LEASE_S), "--profile-accuracy-percent", "2"),
-            *("--member-lease-s", str(MEMBER_LEASE_S), "--slots", str(SLOTS)),
-        )
-        self.database = database
-        self.coordinators = []
-        self.ways = []
-        for number in range(COORDINATORS):
-            (own := folder / str(number)).mkdir()
-            self.ways.append(stack.enter_context(way_to(server.socket)))
-            url = make_url(database).set(host="127.0.0.1", port=self.ways[-1].port, query={})
-            process = CoordinatorProcess(own, url.render_as_string(), flags, is_pinned=False)
-            process.address = f"127.0.0.1:{free_port()}"
-            self.coordinators.append(stack.enter_context(process))
-
-    @property
-    def target(self) -> str:
-        return ",".join(each.address for each in self.coordinators)
-
-    def launch_ended(self) -> None:
-        """Start all that don't run."""
-        for each in self.coordinators:
-            if each.start_count == 0 or each.poll() is not None:
-                each.launch()
-
-    def wait_for_all(self) -> None:
-        """Start those that have ended, and wait until all serve or stand by, and every slot is served."""
-        self.launch_ended()
-        ends_s = time.monotonic() + _LIMIT_S
-        for each in self.coordinators:
-            while not (each.is_listening() or '"standing by"' in each.log.read_text()):
-                assert time.monotonic() < ends_s, each.log.read_text()[-1000:]
-                time.sleep(0.02)
-        for slot in range(SLOTS):
-            self.holder(slot)
-
-    def holder(self, slot: int, but: CoordinatorProcess | None = None) -> CoordinatorProcess:
-        """Wait until one that runs serves a slot, other than `but`; return it."""
-        ends_s = time.monotonic() + _LIMIT_S
-        while time.monotonic() < ends_s:
-            for each in self.coordinators:
-                if (
-                    each is not but
-                    and each.start_count
-                    and each.poll() is None
-                    and each.is_listening()
-                    and logged(each.log, "took over the jobs")["slot"] == slot
-                ):
-                    return each
-            time.sleep(0.02)
-        logs = [each.log.read_text()[-1000:] for each in self.coordinators]
-        raise AssertionError(f"expected a coordinator that serves slot {slot}, found {logs}")
+    fleet: Fleet
+    ways: Sequence[Cut]
+    server: postgresql.Server
+    database: str
 
 
 class Jobs:
@@ -242,30 +189,36 @@ def torture(
     chance, outcome = random.Random(seed), Outcome()
     kinds = kinds or shuffled(count, chance)
     with postgresql.running() as server, ExitStack() as stack:
-        fleet = Fleet(folder, server, server.new_database(), stack)
-        fleet.wait_for_all()
+        database = server.new_database()
+        ways = [stack.enter_context(way_to(server.socket)) for _ in range(SLOTS + 1)]
+        url = make_url(database)
+        urls = [url.set(host="127.0.0.1", port=way.port, query={}).render_as_string() for way in ways]
+        flags = (*FLAGS, f"--lease-s={RANK_LEASE_S}", "--profile-accuracy-percent=2")
+        fleet = stack.enter_context(Fleet(folder, urls, *flags))
+        fleet.start()
+        damage = Damage(fleet, ways, server, database)
         trainings = [
             stack.enter_context(training(folder, workload, slot)) for slot, workload in enumerate(TRAINED)
         ]
         clocks = stack.enter_context(watched(trainings))
         with ExitStack() as loads:
             jobs = [
-                Jobs(slot, loads.enter_context(Agents(fleet.target)), trainings[slot], clocks)
+                Jobs(slot, loads.enter_context(Agents(fleet.addresses)), trainings[slot], clocks)
                 for slot in range(SLOTS)
             ]
             for each in jobs:
-                each.add(fleet.target, pipeline_count)
+                each.add(fleet.addresses, pipeline_count)
             for slot, own in enumerate(trainings):
                 _until_locked(own, fleet, slot)
             for number, kind in enumerate(kinds):
                 slot = chance.randrange(SLOTS)
                 print(f"{number}: {kind}, slot {slot}", flush=True)
-                fleet.wait_for_all()
+                fleet.start()
                 jobs[slot].find()
                 factor = chance.choice((0.0, chance.uniform(1.1, 1.6)))
                 jobs[slot].agents.ask("slow", job_id=LOADED[slot][0], factor=factor)
                 time.sleep(chance.uniform(0.0, _MAX_DELAY_S))
-                _strike(fleet, jobs, slot, kind, KilledServer(server), chance, outcome)
+                _strike(damage, jobs, slot, kind, chance, outcome)
             for each in jobs:
                 each.settle(count, outcome)
         _lose_all(fleet, trainings, clocks, outcome)
@@ -275,7 +228,7 @@ def torture(
             if (status := coordinator.terminate()) != 0:
                 text = coordinator.log.read_text()[-500:]
                 outcome.problems.append(f"SIGTERM: exit status {status}: {text}")
-        outcome.problems += check_by_command(fleet.database)
+        outcome.problems += check_by_command(database)
     return outcome
 
 
@@ -291,14 +244,13 @@ def _until_locked(trained: Training, fleet: Fleet, slot: int) -> None:
     """Wait until a training is under its plan."""
     ends_s = time.monotonic() + 2 * _LIMIT_S
     while not (trained.is_back(address := fleet.holder(slot).address) and trained.plan(address)):
-        fleet.launch_ended()
         assert time.monotonic() < ends_s, f"{trained.job_id} has no plan"
         time.sleep(0.5)
 
 
 def _lose_all(fleet: Fleet, trainings: Sequence[Training], clocks: ForeignClocks, outcome: Outcome) -> None:
     """Kill all coordinators at once for longer than a rank's lease, and start them again."""
-    fleet.wait_for_all()
+    fleet.start()
     since_s = time.monotonic()
     for each in fleet.coordinators:
         each.kill()
@@ -311,28 +263,27 @@ def _lose_all(fleet: Fleet, trainings: Sequence[Training], clocks: ForeignClocks
             f"GPUs at foreign clocks: expected for at most {_CLOCKS_LIMIT_S:g} s after the loss of every "
             f"coordinator, found {clocks.longest_s:.1f} s"
         )
-    fleet.wait_for_all()
+    fleet.start()
 
 
 def _strike(
-    fleet: Fleet,
+    damage: Damage,
     jobs: Sequence[Jobs],
     slot: int,
     kind: str,
-    server: KilledServer,
     chance: random.Random,
     outcome: Outcome,
 ) -> None:
+    fleet = damage.fleet
     holders = [fleet.holder(each) for each in range(SLOTS)]
     holder = holders[slot]
     if kind == "kill a standby":
         outcome.counts[kind] += 1
         chance.choice([each for each in fleet.coordinators if each not in holders]).kill()
-        fleet.launch_ended()
         return
     struck = range(SLOTS) if kind == "kill PostgreSQL" else [slot]
     before = {each: jobs[each].plans(holders[each].address) for each in struck}
-    if kind == "freeze in a transaction" and not _stop_in_transaction(holder, slot, fleet.database):
+    if kind == "freeze in a transaction" and not _stop_in_transaction(holder, slot, damage.database):
         kind = "freeze"
     outcome.counts[kind] += 1
     since_s = time.monotonic()
@@ -350,24 +301,24 @@ def _strike(
                 outcome.problems.append(f"SIGTERM: exit status {status}: {holder.log.read_text()[-500:]}")
             fleet.holder(slot, but=holder)
         case "freeze" | "freeze in a transaction":
-            os.kill(holder.pid, signal.SIGSTOP)
+            holder.signal(signal.SIGSTOP)
             _outlast_lease(jobs[slot].agents, chance)
             fleet.holder(slot, but=holder)
-            os.kill(holder.pid, signal.SIGCONT)
+            holder.signal(signal.SIGCONT)
             outcome.end_statuses[holder.wait()] += 1
         case "cut off":
-            way = fleet.ways[fleet.coordinators.index(holder)]
+            way = damage.ways[fleet.coordinators.index(holder)]
             way.cut()
             _outlast_lease(jobs[slot].agents, chance)
             fleet.holder(slot, but=holder)
             way.mend()
             outcome.end_statuses[holder.wait()] += 1
         case "kill PostgreSQL":
-            server.kill()
+            damage.server.kill()
             for coordinator in holders:
                 outcome.end_statuses[coordinator.wait()] += 1
-            server.start()
-            fleet.launch_ended()
+            damage.server.start_again()
+            fleet.start()
     try:
         for each in struck:
             outcome.failover_s.setdefault(kind, []).append(jobs[each].come_back(fleet, since_s))
@@ -379,12 +330,10 @@ def _strike(
                 else:
                     print(f"  job {job_id}: plan {plan}, then {after.get(job_id)}", flush=True)
     except GeneratorError as error:
-        states = [each.standing() if each.poll() is None else "ended" for each in fleet.coordinators]
-        raise AssertionError(f"{kind}: {error}; {states}") from None
-    fleet.launch_ended()
+        raise AssertionError(f"{kind}: {error}; {tails(fleet.coordinators[0].log.parents[1])}") from None
 
 
-def _stop_in_transaction(holder: CoordinatorProcess, slot: int, database: str) -> bool:
+def _stop_in_transaction(holder: Coordinator, slot: int, database: str) -> bool:
     """Stop a coordinator between its first statement and its commit; return whether that succeeded."""
     ends_s = time.monotonic() + _LIMIT_S / 6
 
@@ -394,11 +343,11 @@ def _stop_in_transaction(holder: CoordinatorProcess, slot: int, database: str) -
     with psycopg.connect(database, autocommit=True) as connection:
         while time.monotonic() < ends_s:
             if is_inside("active", "idle in transaction"):
-                os.kill(holder.pid, signal.SIGSTOP)
+                holder.signal(signal.SIGSTOP)
                 time.sleep(0.05)  # what the server has already read is done
                 if is_inside("idle in transaction"):
                     return True
-                os.kill(holder.pid, signal.SIGCONT)
+                holder.signal(signal.SIGCONT)
     return False
 
 

@@ -10,7 +10,6 @@ all the time, and another reads the coordinator's memory.
 import argparse
 import asyncio
 import logging
-import os
 import random
 import ssl
 import tempfile
@@ -29,7 +28,7 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from benchmarks.load.control import CoordinatorProcess
+from perseus.demo.processes import Coordinator
 from perseus.demo.security import Security
 from perseus.tls.channels import Channels
 from perseus.tls.tokens import TokenSource
@@ -38,11 +37,11 @@ from perseus.v1.agent_service_pb2 import ConnectRequest
 from perseus.v1.token_service_pb2_grpc import TokenServiceStub
 from tests.service.grpc_fakes import ALL_PLACES, Client, FakeAgent
 from tests.torture import malformed_messages as messages
+from tests.torture.report import publish
 
 SHARES = {"bounds": 0.4, "random": 0.3, "order": 0.2, "frames": 0.1}
 """Of all messages."""
 
-HEALTH_LIMIT_S = 1.0
 _HEALTH_PERIOD_S = 0.05
 _SETTLED_SHARE = 0.4
 """Share of the messages after which the coordinator's size is measured for a while."""
@@ -51,8 +50,6 @@ _GROWTH_BYTES = 48 * 2**20
 
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Makes glibc return freed memory at once, so that resident memory is memory in use."""
-
-_TITLE = "## Malformed messages"
 
 _CONNECT = "/perseus.v1.AgentService/Connect"
 _SENDERS = 6
@@ -78,8 +75,6 @@ class Outcome:
     Attributes:
         sent: messages, by kind.
         ends: how calls and streams ended, by status or reason.
-        health_s: duration of each health check, without the time in which the machine ran other processes.
-        slowest_health_s: the longest, including that time.
         settled_bytes, end_bytes: the coordinator's memory.
         iteration_count: iterations of the agent with a job meanwhile.
         problems: violated expectations.
@@ -87,8 +82,6 @@ class Outcome:
 
     sent: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
-    health_s: list[float] = field(default_factory=list)
-    slowest_health_s: float = 0.0
     settled_bytes: int = 0
     end_bytes: int = 0
     iteration_count: int = 0
@@ -99,23 +92,11 @@ class Outcome:
 def torture_malformed(folder: Path, count: int, seed: int) -> Outcome:
     """Send messages to a separate coordinator, and collect its violations."""
     security = Security(folder / "security")
-    flags = (
-        "--lease-s",
-        "60",
-        "--guard-tolerance-percent",
-        "1000",
-        "--request-limit-s",
-        f"{_SOLVE_LIMIT_S:g}",
-    )
+    flags = ("--lease-s=60", "--guard-tolerance-percent=1000", f"--request-limit-s={_SOLVE_LIMIT_S:g}")
     outcome, begun_s = Outcome(), time.monotonic()
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it would log every broken connection
-    with CoordinatorProcess(
-        folder,
-        str(folder / "jobs.db"),
-        flags,
-        is_pinned=False,
-        environment={**security.of_coordinator(), **_ALLOCATOR},
-    ) as coordinator:
+    environment = {**security.of_coordinator(), **_ALLOCATOR}
+    with Coordinator(folder, folder / "jobs.db", *flags, environment=environment) as coordinator:
         coordinator.start()
         with _asking_for_health(security, coordinator, outcome):
             asyncio.run(_Attack(coordinator, security, outcome, count, seed).run())
@@ -129,9 +110,7 @@ def torture_malformed(folder: Path, count: int, seed: int) -> Outcome:
 
 
 @contextmanager
-def _asking_for_health(
-    security: Security, coordinator: CoordinatorProcess, outcome: Outcome
-) -> Iterator[None]:
+def _asking_for_health(security: Security, coordinator: Coordinator, outcome: Outcome) -> Iterator[None]:
     """Check health all the time, in a thread, like a probe."""
     is_over = threading.Event()
 
@@ -139,16 +118,12 @@ def _asking_for_health(
         with security.channels(coordinator.address).open_blocking() as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while not is_over.wait(_HEALTH_PERIOD_S):
-                begun_s, waiting = time.monotonic(), _Waiting(coordinator.pid, os.getpid())
                 try:
-                    answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=10 * HEALTH_LIMIT_S)
+                    answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=_CALL_LIMIT_S)
                     if answer.status != health_pb2.HealthCheckResponse.SERVING:
                         outcome.problems.append("health: not serving")
                 except grpc.RpcError as error:
                     outcome.problems.append(f"health: {error}")
-                took_s = time.monotonic() - begun_s
-                outcome.slowest_health_s = max(outcome.slowest_health_s, took_s)
-                outcome.health_s.append(max(0.0, took_s - waiting.max_s()))
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -157,32 +132,6 @@ def _asking_for_health(
     finally:
         is_over.set()
         asking.join()
-    if (slowest_s := max(outcome.health_s)) > HEALTH_LIMIT_S:
-        outcome.problems.append(f"health: answered after {slowest_s:.2f} s")
-
-
-class _Waiting:
-    """Time in which threads of some processes are ready, but the machine runs others."""
-
-    def __init__(self, *process_ids: int) -> None:
-        self._process_ids = process_ids
-        self._begun_ns = [self._threads_ns(process_id) for process_id in process_ids]
-
-    def max_s(self) -> float:
-        """Return the time of each process's longest-waiting thread so far, summed over processes; seconds."""
-        total_ns = 0
-        for process_id, begun_ns in zip(self._process_ids, self._begun_ns, strict=True):
-            now_ns = self._threads_ns(process_id)
-            total_ns += max((now_ns[name] - begun_ns[name] for name in now_ns.keys() & begun_ns), default=0)
-        return total_ns / 1e9
-
-    @staticmethod
-    def _threads_ns(process_id: int) -> dict[str, int]:
-        found = {}
-        for thread in Path(f"/proc/{process_id}/task").glob("*/schedstat"):
-            with suppress(OSError):  # it has ended meanwhile
-                found[thread.parent.name] = int(thread.read_text().split()[1])
-        return found
 
 
 def _faults(log: Path) -> list[str]:
@@ -200,7 +149,7 @@ class _Attack:
     """All messages, and the observers."""
 
     def __init__(
-        self, coordinator: CoordinatorProcess, security: Security, outcome: Outcome, count: int, seed: int
+        self, coordinator: Coordinator, security: Security, outcome: Outcome, count: int, seed: int
     ) -> None:
         self._coordinator = coordinator
         self._security = security
@@ -479,53 +428,30 @@ def _memory_bytes(process_id: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
 
-def section(outcome: Outcome, seed: int) -> str:
-    """Return the figures as a section of a page."""
+def publish_malformed(page: Path | None, outcome: Outcome, seed: int) -> None:
+    """Print the figures, and put them into a page."""
     kinds = {
         "bounds": "every field of every request and stream message, at its bounds and beyond",
         "random": "random protocol buffers, and random bytes",
         "order": "agents' messages in random order, with and without Hello",
         "frames": "truncated, contradictory or invalid HTTP/2",
     }
-    rows = "\n".join(f"| {what} | {outcome.sent[kind]} |" for kind, what in kinds.items())
-    slowest_ms, per_s = 1000 * max(outcome.health_s), 1 / _HEALTH_PERIOD_S
     settled_mb, end_mb = outcome.settled_bytes / 2**20, outcome.end_bytes / 2**20
     ends = ", ".join(f"{end} {count}" for end, count in outcome.ends.most_common(12))
-    problems = "; ".join(outcome.problems) or "none"
-    return f"""{_TITLE}
+    note = f"""Results of calls and streams: {ends}.
 
-Sent to a coordinator with TLS and tokens, with an operator's token, so that the coordinator reads every
-message. Meanwhile an agent trains a job, and the test calls the health service some {per_s:g} times a
-second. A run fails if the coordinator ends, answers INTERNAL, logs a traceback, quarantines a job, grows,
-takes longer than {HEALTH_LIMIT_S:g} s to answer a health check, or disturbs the agent.
-
-| messages | sent |
-|---|---|
-{rows}
-
-Results of calls and streams: {ends}.
-
-The slowest of {len(outcome.health_s)} health checks took {slowest_ms:.0f} ms, without the time in which the
-machine ran other processes ({outcome.slowest_health_s:.1f} s with it). Memory: {settled_mb:.0f} MB after
-{_SETTLED_SHARE:.0%} of the messages, {end_mb:.0f} MB after all. The agent trained {outcome.iteration_count}
-iterations. Problems: {problems}. {outcome.took_s / 60:.1f} minutes, seed {seed}. """
-
-
-def in_page(page: str, section: str) -> str:
-    """Return a page with the section replaced, or appended if there is none."""
-    before, _, rest = page.partition(section.partition("\n")[0])
-    _, is_last, after = rest.partition("\n## ")
-    return f"{before.rstrip()}\n\n{section}" + (f"\n## {after}" if is_last else "")
+Memory: {settled_mb:.0f} MB after {_SETTLED_SHARE:.0%} of the messages, {end_mb:.0f} MB after all. The agent
+trained {outcome.iteration_count} iterations. Problems: {"; ".join(outcome.problems) or "none"}.
+{outcome.took_s / 60:.1f} minutes, seed {seed}."""
+    rows = [(what, outcome.sent[kind]) for kind, what in kinds.items()]
+    publish(page, "## Malformed messages", ("messages", "sent"), rows, note)
 
 
 def main(count: int, seed: int, page: Path | None) -> None:
     """Send the messages, print the outcome, and write it to a page."""
     with tempfile.TemporaryDirectory(prefix="perseus-") as folder:
         outcome = torture_malformed(Path(folder), count, seed)
-    text = section(outcome, seed)
-    print(text)
-    if page is not None:
-        page.write_text(in_page(page.read_text(), text))
+    publish_malformed(page, outcome, seed)
     if outcome.problems:
         raise SystemExit(1)
 

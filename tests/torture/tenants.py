@@ -31,14 +31,13 @@ from perseus.v1 import power_service_pb2 as pb
 from perseus.v1.power_service_pb2_grpc import PowerServiceStub
 from perseus.v1.token_service_pb2_grpc import TokenServiceStub
 from tests.grid.brokers import MqttBroker, running
-from tests.grid.coordinators import CoordinatorProcess
-from tests.grid.gateways import GatewayProcess
+from tests.grid.gateways import CoordinatorProcess, GatewayProcess
 from tests.grid.isv import Sender, target_of
 from tests.ports import free_port
 from tests.service import service_fakes
 from tests.service.grpc_fakes import ALL_PLACES, Client, FakeAgent
 from tests.service.web.test_metrics import client_context
-from tests.torture.malformed import in_page
+from tests.torture.report import publish
 
 GPU_W, MADE_UP_W = 250.0, 1e7
 MADE_UP_COUNT = 256
@@ -50,7 +49,6 @@ CONNECTIONS, HALF_REQUESTS = 3000, 128
 """Connections to the page's port; the first ones send half a request, and the others nothing."""
 _PERIOD_S = 0.05
 _ANSWER_LIMIT_S = 60.0
-_TITLE = "## Hostile tenants"
 
 
 @dataclass(slots=True)
@@ -233,8 +231,8 @@ async def _hold_page(
         each.close()
 
 
-def section(outcome: Outcome, seconds: float) -> str:
-    """Return the figures as a section of a page."""
+def publish_tenants(page: Path | None, outcome: Outcome, seconds: float) -> None:
+    """Print the figures, and put them into a page."""
     gpu_count, target_count = LIARS * MADE_UP_COUNT, FLOOD_MESSAGES * FLOOD_SLOTS
     rows = (
         (
@@ -258,28 +256,15 @@ def section(outcome: Outcome, seconds: float) -> str:
             f"{outcome.page_back_s:.0f} s; the log is {outcome.log_bytes:,} bytes longer",
         ),
     )
-    lines = "\n".join(f"| {attack} | {found} |" for attack, found in rows)
-    return f"""{_TITLE}
-
-Others attack a tenant whose GPUs draw {GPU_W * len(ALL_PLACES):g} W together on a feed for {FEED_W / 1e3:g}
-kW. A run fails if the tenant loses anything.
-
-| attack | result |
-|---|---|
-{lines}
-
-Problems: {"; ".join(outcome.problems) or "none"}.
-"""
+    note = f"Problems: {'; '.join(outcome.problems) or 'none'}."
+    publish(page, "## Hostile tenants", ("attack", "result"), rows, note)
 
 
 def main(seconds: float, page: Path | None) -> None:
     """Attack, and write the report."""
     with tempfile.TemporaryDirectory(prefix="perseus-") as folder:
         outcome = asyncio.run(torture_tenants(Path(folder), seconds))
-    text = section(outcome, seconds)
-    print(text)
-    if page is not None:
-        page.write_text(in_page(page.read_text(), text))
+    publish_tenants(page, outcome, seconds)
     if outcome.problems:
         raise SystemExit(1)
 

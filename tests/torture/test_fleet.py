@@ -1,6 +1,5 @@
 """Another coordinator takes over, whatever ends one that serves. `make torture-fleet` ends more."""
 
-import os
 import random
 import signal
 import time
@@ -13,24 +12,28 @@ import pytest
 
 from benchmarks.coordinator_load import report_problems
 from benchmarks.load.agents import Agent, Bodies, Findings, Rank
-from benchmarks.load.control import Agents, CoordinatorProcess
+from benchmarks.load.control import Agents
 from benchmarks.load.job import outdated_offers
 from benchmarks.load.wire import Place
+from perseus.demo.processes import Coordinator
 from perseus.solver import one_forward_one_backward
 from perseus.v1 import agent_service_pb2 as pb
-from tests.event_log import logged
 from tests.ports import free_port
+from tests.processes import MEMBER_LEASE_S
 from tests.service.storage import next_release, postgresql
 from tests.torture import unfenced
 from tests.torture.coordinator import FLAGS, STAGES
-from tests.torture.fleet import COUNT, KINDS, MEMBER_LEASE_S, PERIOD_S, shuffled, torture
+from tests.torture.fleet import COUNT, KINDS, PERIOD_S, shuffled, torture
 from tests.torture.trainings import ForeignClocks
 
 SAMPLE = ("kill", "freeze in a transaction", "leave", "cut off", "kill and restart")
 
 
 @pytest.mark.slow("coordinators are ended and others take over while dozens of agents train")
-@pytest.mark.timeout(600)
+@pytest.mark.nightly(
+    "it takes minutes; CI kills a fleet's coordinators once, in tests/test_fleet_end_to_end.py"
+)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(bool(postgresql.MISSING), reason=str(postgresql.MISSING))
 def test_nothing_is_lost_doubled_or_reversed_when_another_takes_over(tmp_path: Path) -> None:
     outcome = torture(tmp_path, len(SAMPLE), seed=1, kinds=SAMPLE)
@@ -42,21 +45,15 @@ def test_nothing_is_lost_doubled_or_reversed_when_another_takes_over(tmp_path: P
 
 
 @pytest.mark.slow("coordinators of two releases serve dozens of agents, one after the other")
-@pytest.mark.timeout(200)
 @pytest.mark.skipif(bool(postgresql.MISSING), reason=str(postgresql.MISSING))
 def test_a_fleet_is_upgraded_one_by_one(tmp_path: Path) -> None:
     """The next release migrates the database while this one serves, and goes on; nothing is lost."""
     with postgresql.running() as server, ExitStack() as stack:
         database = server.new_database()
-
-        def coordinator(name: str, module: str) -> CoordinatorProcess:
-            (tmp_path / name).mkdir()
-            flags = (*FLAGS, "--member-lease-s", str(MEMBER_LEASE_S))
-            made = CoordinatorProcess(tmp_path / name, database, flags, is_pinned=False, module=module)
-            made.address = f"127.0.0.1:{free_port()}"
-            return stack.enter_context(made)
-
-        old, new = coordinator("old", "perseus.cli"), coordinator("new", next_release.__name__)
+        old, new = (
+            stack.enter_context(coordinator(tmp_path / module, database, module))
+            for module in ("perseus.cli", next_release.__name__)
+        )
         old.start()
         agents = stack.enter_context(Agents(f"{old.address},{new.address}"))
         agents.ask("find", job_id="job", limit_s=60.0)
@@ -66,7 +63,7 @@ def test_a_fleet_is_upgraded_one_by_one(tmp_path: Path) -> None:
         )  # fmt: skip
         agents.ask("planned", job_id="job", limit_s=120.0)
         new.launch()
-        logged(new.log, "standing by")
+        new.logged("standing by")
         assert schema_in(database) == next_release.NEXT
         before = agents.ask("counts", job_id="job")
         agents.ask("measure", seconds=3.0, server_pid=old.pid)
@@ -88,26 +85,22 @@ def test_a_fleet_is_upgraded_one_by_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("coordinators without the fence serve agents at the same time")
-@pytest.mark.timeout(200)
+@pytest.mark.nightly("it tests the checks of the torture, which is nightly itself")
 @pytest.mark.skipif(bool(postgresql.MISSING), reason=str(postgresql.MISSING))
 def test_a_fence_that_is_not_checked_is_found(tmp_path: Path) -> None:
     """One goes on after its lease, and acknowledges what the one that has taken over never reads."""
     with postgresql.running() as server, ExitStack() as stack:
         database = server.new_database()
-        made = []
-        for name in ("first", "second"):
-            (tmp_path / name).mkdir()
-            # A job that stays in its baseline has no events: two that write the same ones would soon fail.
-            flags = (*FLAGS, "--member-lease-s", str(MEMBER_LEASE_S), "--baseline-iterations", "1000")
-            each = CoordinatorProcess(
-                tmp_path / name, database, flags, is_pinned=False, module=unfenced.__name__
+        # A job that stays in its baseline has no events: two that write the same ones would soon fail.
+        first, second = (
+            stack.enter_context(
+                coordinator(tmp_path / name, database, unfenced.__name__, "--baseline-iterations=1000")
             )
-            each.address = f"127.0.0.1:{free_port()}"
-            made.append(stack.enter_context(each))
-        first, second = made
+            for name in ("first", "second")
+        )
         first.start()
         second.launch()
-        logged(second.log, "standing by")
+        second.logged("standing by")
         agents = stack.enter_context(Agents(f"{first.address},{second.address}"))
         agents.ask("find", job_id="job", limit_s=60.0)
         agents.ask(
@@ -124,16 +117,22 @@ def test_a_fence_that_is_not_checked_is_found(tmp_path: Path) -> None:
                     agents.ask("leave_silent")
                 time.sleep(0.1)
 
-        os.kill(first.pid, signal.SIGSTOP)
-        logged(second.log, "jobs loaded")  # or it would read what the first one goes on to write
-        os.kill(first.pid, signal.SIGCONT)
+        first.signal(signal.SIGSTOP)
+        second.logged("jobs loaded")  # or it would read what the first one goes on to write
+        first.signal(signal.SIGCONT)
         until_acknowledged(40, by_another=False)
-        os.kill(first.pid, signal.SIGSTOP)
+        first.signal(signal.SIGSTOP)
         until_acknowledged(40, by_another=True)
         agents.ask("find", job_id="job", limit_s=60.0)
         agents.ask("rest", job_id="job", limit_s=60.0)
         [problem] = report_problems(agents, "job", 1)
         assert "the report of job does not agree" in problem
+
+
+def coordinator(folder: Path, database: str, module: str, *flags: str) -> Coordinator:
+    folder.mkdir()
+    flags = (*FLAGS, f"--member-lease-s={MEMBER_LEASE_S}", *flags)
+    return Coordinator(folder, database, *flags, module=module, address=f"127.0.0.1:{free_port()}")
 
 
 def schema_in(database: str) -> str:

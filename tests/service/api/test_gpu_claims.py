@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.load.control import CoordinatorProcess
+from perseus.demo.processes import logged
 from perseus.v1 import agent_service_pb2, rank_pb2
-from tests.event_log import logged
 from tests.ports import free_port
 from tests.service.fleet.test_gpus import answer, joined_on
 from tests.service.grpc_fakes import ALL_PLACES, Client, FakeAgent, connected_to, until

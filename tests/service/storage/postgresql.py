@@ -3,14 +3,18 @@
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psycopg
+
+from perseus.demo.processes import until
+from tests.processes import is_gone
 
 _PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[4]))
 
@@ -55,6 +59,19 @@ class Server:
     def stop(self, mode: str = "immediate") -> None:
         """Stop it; `immediate` simulates a crash."""
         self._run(self._programs / "pg_ctl", "-D", self.data, "-m", mode, "-w", "stop")
+
+    def kill(self) -> None:
+        """Send SIGKILL to the server; its workers don't outlive it."""
+        pid = int((self.data / "postmaster.pid").read_text().split()[0])
+        workers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        processes = [pid, *map(int, workers)]
+        for each in processes:
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        until(lambda: all(map(is_gone, processes)), "the end of the server's processes")
+        # Until its parent has waited for the dead process, its locks would seem to be held.
+        for lock in (self.data / "postmaster.pid", *self._folder.glob(".s.PGSQL.*.lock")):
+            lock.unlink(missing_ok=True)
 
     def _run(self, *command: object) -> None:
         # It refuses to run as root.

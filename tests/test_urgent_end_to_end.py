@@ -1,0 +1,94 @@
+"""A budget set while ranks without a plan run a long iteration: in force before the iteration's end."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import Work
+from perseus.v1 import job_pb2, job_service_pb2, rank_pb2
+from tests.service.api.test_power_service import Budgets
+from tests.service.grpc_fakes import Client
+from tests.small_jobs import client_of, training, until
+from tests.workloads import QUICK_GPU, SMALL
+
+# (stages + microbatches - 1) times forward and backward: iterations of nine seconds.
+LONG = replace(
+    SMALL,
+    job_id="job",
+    microbatch_count=2,
+    stage_weights=(1.0, 1.0),
+    forward=Work(0.8, 0.2, 0.9),
+    backward=Work(1.6, 0.4, 0.9),
+)
+RANK_COUNT = len(LONG.ranks)
+
+
+async def is_served(client: Client, *, by_all: bool = True) -> bool:
+    listed = await client.jobs.ListJobs(job_service_pb2.ListJobsRequest())
+    if not listed.jobs:
+        return False
+    ranks = await client.ranks()
+    connected = sum(rank.state == rank_pb2.RANK_STATE_CONNECTED for rank in ranks)
+    return (connected == RANK_COUNT) is by_all
+
+
+def clocks_mhz(gpus: Sequence[EmulatedGpu]) -> set[int]:
+    return {gpu.sm_clock_mhz() for gpu in gpus}
+
+
+@pytest.mark.slow("agents in real processes, and iterations long enough to act within one")
+@pytest.mark.timeout(900)
+async def test_a_budget_s_max_clock_is_in_force_within_an_iteration_and_on_a_returning_agent(
+    tmp_path: Path,
+) -> None:
+    with ExitStack() as stack:
+        cluster, address = stack.enter_context(training(tmp_path, LONG))
+        gpus = [EmulatedGpu(cluster.gpu_file(*rank)) for rank in LONG.ranks]
+        for gpu in gpus:
+            stack.callback(gpu.close)
+        async with client_of(cluster.security, address) as client:
+            await until(lambda: is_served(client), "all ranks are served")
+
+            async def iteration() -> int:
+                return min(rank.iteration for rank in await client.ranks())
+
+            async def has_power() -> bool:
+                return await iteration() >= 0 and (await client.job()).figures.power_w > 0
+
+            await until(has_power, "an iteration")
+            before = await iteration()
+            assert clocks_mhz(gpus) == {QUICK_GPU.highest_clock_mhz}
+            power_w = (await client.job()).figures.power_w
+            await Budgets(client).set(limit_w=0.75 * power_w)
+
+            async def is_in_force() -> bool:
+                ranks = await client.ranks()
+                known = all(rank.in_force_version == rank.offered_version > 0 for rank in ranks)
+                clocks = clocks_mhz(gpus)
+                return known and len(clocks) == 1 and clocks != {QUICK_GPU.highest_clock_mhz}
+
+            await until(is_in_force, "the maximum clock on all ranks")
+            assert await iteration() == before, "and that within the iteration"
+            (max_clock_mhz,) = clocks_mhz(gpus)
+            assert (await client.job()).state == job_pb2.JOB_STATE_BASELINE
+
+            await asyncio.to_thread(cluster.agents[0].kill)
+            await until(lambda: is_served(client, by_all=False), "the agent is gone")
+            cluster.agents[0].launch()
+            await until(lambda: is_served(client), "it is back")
+
+            async def is_at_max_clock() -> bool:
+                return clocks_mhz(gpus) == {max_clock_mhz}
+
+            await until(is_at_max_clock, "the maximum clock on the GPUs of the agent that is back")
+            await Budgets(client).cancel()
+
+            async def is_at_stock() -> bool:
+                return clocks_mhz(gpus) == {QUICK_GPU.highest_clock_mhz}
+
+            await until(is_at_stock, "stock again")

@@ -92,11 +92,23 @@ async def _run(source_of: Callable[[SiteWatch], TargetSource]) -> Sequence[Table
         await asyncio.to_thread(site.start)
         async with watching(site, lambda _: None) as watch:
             await watch.until("plans in force for all jobs", watch.are_planned, _PLANNING_TIMEOUT_S)
+            await asyncio.sleep(FREE_S)
+            plans = _plans(watch)
             target = await _target(watch, source_of(watch))
             print(target.rows, flush=True)  # the rest takes minutes
-            tables = [target, await _in_a_row(site, watch)]
+            tables = [target, await _in_a_row(site, watch), plans]
         await asyncio.to_thread(site.stop)
     return tables
+
+
+def _plans(watch: SiteWatch) -> Table:
+    """Return what plans save against stock, and that they are no slower, as the coordinator measures it."""
+    savings = {job_id: job.figures.saving for job_id, job in watch.jobs.items()}
+    return Table(
+        "Plans without a budget, against stock",
+        (Column("job"), Column("time, %", ".2f"), Column("energy saved, %", ".2f")),
+        tuple((job_id, each.slowdown_percent, each.energy_percent) for job_id, each in savings.items()),
+    )
 
 
 async def _target(watch: SiteWatch, source: TargetSource) -> Table:

@@ -24,6 +24,7 @@ from time import perf_counter_ns, thread_time_ns
 
 from benchmarks.harness import Cell, Column, Table, main
 from perseus.agent import Kind, NamedSchedule, Probe
+from perseus.demo.processes import Process
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
 from perseus.v1 import agent_service_pb2 as wire
@@ -40,7 +41,6 @@ _REAL_TIME_S = 0.01
 """Time of a computation where the agent is timed, too: a short one of a real training."""
 _MARKED_S = 8.0
 _IDLE_S = 3.0
-_START_TIMEOUT_S = 30.0
 _CORES = os.sched_getaffinity(0)
 TRAINER_CORE = min(_CORES)
 _OTHER_CORES = _CORES - {TRAINER_CORE} or _CORES
@@ -104,7 +104,7 @@ def _measure(condition: str) -> tuple[list[float], int]:
         path = folder / ("nobody.sock" if condition == "no agent" else "agent.sock")
         probe = _joined(path, 0)
         if condition == "agent stopped, socket full":
-            agent.send_signal(signal.SIGSTOP)
+            agent.signal(signal.SIGSTOP)
             while probe.dropped_mark_count == 0:
                 probe.begin_iteration()
         elif condition == "agent killed":
@@ -123,7 +123,7 @@ def _measure(condition: str) -> tuple[list[float], int]:
                     costs_us.append((perf_counter_ns() - begun_ns) / 1000)
                     compute(COMPUTATION_TIME_S)
         dropped_count = probe.dropped_mark_count - dropped_before
-        agent.send_signal(signal.SIGCONT)  # does nothing to one that is dead
+        agent.signal(signal.SIGCONT)  # does nothing to one that is dead
         probe.close()
     return costs_us, dropped_count
 
@@ -315,7 +315,7 @@ def compute(duration_s: float) -> None:
 
 
 @contextmanager
-def running_agent(folder: Path, gpu_count: int = 1, *, port: int = 1) -> Iterator[subprocess.Popen[bytes]]:
+def running_agent(folder: Path, gpu_count: int = 1, *, port: int = 1) -> Iterator[Process]:
     """Run an agent with emulated GPUs on the other cores; its socket is `agent.sock` in the folder.
 
     `port`: the coordinator's; by default there is none.
@@ -331,28 +331,16 @@ def running_agent(folder: Path, gpu_count: int = 1, *, port: int = 1) -> Iterato
         "RESTORE_FOLDER": str(folder / "records"),
     }
     # Without its supervisor, so that the agent itself is stopped or killed here.
-    agent = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import asyncio; from perseus.agent.sidecar.settings import AgentSettings; "
-            "from perseus.agent.sidecar.shell import run; asyncio.run(run(AgentSettings()))",
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, **{f"PERSEUS_AGENT_{name}": value for name, value in settings.items()}},
+    code = (
+        "import asyncio; from perseus.agent.sidecar.settings import AgentSettings; "
+        "from perseus.agent.sidecar.shell import run; asyncio.run(run(AgentSettings()))"
     )
-    os.sched_setaffinity(agent.pid, _OTHER_CORES)
-    deadline_s = time.monotonic() + _START_TIMEOUT_S
-    while not (folder / "agent.sock").exists():
-        if agent.poll() is not None or time.monotonic() > deadline_s:
-            raise RuntimeError(f"expected the agent to listen within {_START_TIMEOUT_S} s")
-        time.sleep(0.05)
-    try:
+    environment = {f"PERSEUS_AGENT_{name}": value for name, value in settings.items()}
+    with Process(folder / "agent.log", "-c", code, environment=environment) as agent:
+        agent.launch()
+        os.sched_setaffinity(agent.pid, _OTHER_CORES)
+        agent.until((folder / "agent.sock").exists, "the agent's socket")
         yield agent
-    finally:
-        agent.terminate()
-        agent.wait()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Certificates renewed, and the agents' token revoked, under a running job with real processes."""
 
 import asyncio
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from perseus.demo.security import AGENTS
 from perseus.demo.summary import Measurements
 from perseus.v1 import event_pb2, job_pb2, token_service_pb2
 from perseus.v1.token_service_pb2_grpc import TokenServiceStub
-from tests.small_jobs import PLANNED_TIMEOUT_S, planned_soon, until
+from tests.small_jobs import PLANNED_TIMEOUT_S, training, until
 from tests.workloads import SMALL
 
 if TYPE_CHECKING:
@@ -106,16 +105,9 @@ async def revoke_token(
 @pytest.mark.slow("real processes train, are planned, and connect again twice")
 @pytest.mark.timeout(1200)
 async def test_renewed_certificates_and_another_token_cost_no_iteration(tmp_path: Path) -> None:
-    logs = Logs(tmp_path)
+    logs = Logs(tmp_path / "logs" / SMALL.job_id)
     measurements = Measurements(SMALL.pipeline_count)
-    with (
-        planned_soon(),
-        tempfile.TemporaryDirectory(prefix="perseus-") as folder,
-        Cluster(SMALL, Path(folder), tmp_path) as cluster,
-    ):
-        address = await asyncio.to_thread(cluster.start_coordinator)
-        await asyncio.to_thread(cluster.start_agents, address)
-        cluster.start_trainers()
+    with training(tmp_path, SMALL) as (cluster, address):
         async with cluster.security.channels(address).open() as channel:
             observer = Observer(channel, SMALL.job_id, measurements, lambda: None)
             following = asyncio.create_task(observer.follow())
@@ -133,6 +125,6 @@ async def test_renewed_certificates_and_another_token_cost_no_iteration(tmp_path
         await asyncio.to_thread(cluster.stop_services)
 
     assert measurements.are_complete(range(first, last + 1)), "every iteration, of every pipeline"
-    everything = "".join(texts(tmp_path, "*.log"))
+    everything = "".join(texts(tmp_path / "logs", "**/*.log"))
     assert len(secrets) == 2
     assert not any(secret in everything for secret in secrets)

@@ -10,6 +10,7 @@ import json
 import subprocess
 from collections.abc import Collection
 from pathlib import Path
+from typing import Self
 
 from perseus.agent.link.address import SOCKET_VARIABLE
 from perseus.demo import nvml_stub
@@ -61,7 +62,7 @@ class Cluster:
         self.agents: list[Agent] = []
         self.trainers: list[Process] = []
 
-    def __enter__(self) -> "Cluster":
+    def __enter__(self) -> Self:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         for pipeline, stage in self._workload.ranks:
             path = self.gpu_file(pipeline, stage)

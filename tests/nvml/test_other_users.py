@@ -44,6 +44,7 @@ def other_users_stack(folder: Path, library: Path, *, trainer_uid: int) -> Stack
 
 
 @needs_root
+@pytest.mark.nightly("floods; tests/agent has its limits, claims and packets one by one")
 def test_another_user_gets_nothing_and_disturbs_nobody(stack: Stack) -> None:
     attack_and_check(stack, CONNECTION_COUNT, PACKET_COUNT, FLOOD_S)
 

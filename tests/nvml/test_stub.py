@@ -71,21 +71,18 @@ def test_its_physics_are_those_of_the_emulated_gpu(
 
 def test_pynvml_sees_the_gpus_of_the_folder(stub: Path) -> None:
     pynvml.nvmlInit()
-    try:
-        assert pynvml.nvmlDeviceGetCount() == len(UUIDS)
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(len(UUIDS))]
-        assert tuple(map(pynvml.nvmlDeviceGetUUID, handles)) == UUIDS
-        handle = pynvml.nvmlDeviceGetHandleByUUID(UUIDS[1])
-        assert pynvml.nvmlDeviceGetUUID(handle) == UUIDS[1]
-        assert pynvml.nvmlDeviceGetName(handle) == A100_SXM.name
-        assert pynvml.nvmlDeviceGetCudaComputeCapability(handle) == (8, 0)
-        (memory_mhz,) = pynvml.nvmlDeviceGetSupportedMemoryClocks(handle)
-        clocks_mhz = pynvml.nvmlDeviceGetSupportedGraphicsClocks(handle, memory_mhz)
-        assert tuple(clocks_mhz) == A100_SXM.clocks_mhz
-        with pytest.raises(pynvml.NVMLError_NotFound):
-            pynvml.nvmlDeviceGetHandleByUUID("GPU-9")
-    finally:
-        pynvml.nvmlShutdown()
+    assert pynvml.nvmlDeviceGetCount() == len(UUIDS)
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(len(UUIDS))]
+    assert tuple(map(pynvml.nvmlDeviceGetUUID, handles)) == UUIDS
+    handle = pynvml.nvmlDeviceGetHandleByUUID(UUIDS[1])
+    assert pynvml.nvmlDeviceGetUUID(handle) == UUIDS[1]
+    assert pynvml.nvmlDeviceGetName(handle) == A100_SXM.name
+    assert pynvml.nvmlDeviceGetCudaComputeCapability(handle) == (8, 0)
+    (memory_mhz,) = pynvml.nvmlDeviceGetSupportedMemoryClocks(handle)
+    clocks_mhz = pynvml.nvmlDeviceGetSupportedGraphicsClocks(handle, memory_mhz)
+    assert tuple(clocks_mhz) == A100_SXM.clocks_mhz
+    with pytest.raises(pynvml.NVMLError_NotFound):
+        pynvml.nvmlDeviceGetHandleByUUID("GPU-9")
 
 
 def test_a_lock_is_in_force_on_the_shared_gpu_after_the_set_latency(
@@ -93,109 +90,95 @@ def test_a_lock_is_in_force_on_the_shared_gpu_after_the_set_latency(
 ) -> None:
     gpu = EmulatedGpu(gpu_files[0])
     pynvml.nvmlInit()
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(UUIDS[0])
-        begun_s = time.monotonic()
-        pynvml.nvmlDeviceSetGpuLockedClocks(handle, 1200, 1200)
-        assert time.monotonic() - begun_s >= A100_SXM.set_latency_s
-        assert gpu.sm_clock_mhz() == pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM) == 1200
-        assert Locks.read(gpu_files[0]).graphics_mhz == (1200, 1200)
-        pynvml.nvmlDeviceSetGpuLockedClocks(handle, 600, 1001)
-        assert gpu.sm_clock_mhz() == 990, "the highest within the limits"
-        with pytest.raises(pynvml.NVMLError_InvalidArgument):
-            pynvml.nvmlDeviceSetGpuLockedClocks(handle, 1001, 1002)
-        pynvml.nvmlDeviceSetMemoryLockedClocks(handle, 1593, 1593)
-        assert Locks.read(gpu_files[0]).memory_mhz == (1593, 1593)
-        pynvml.nvmlDeviceResetGpuLockedClocks(handle)
-        pynvml.nvmlDeviceResetMemoryLockedClocks(handle)
-        assert gpu.sm_clock_mhz() == A100_SXM.highest_clock_mhz
-        assert Locks.read(gpu_files[0]) == NO_LOCKS == Locks.read(gpu_files[1])
-    finally:
-        pynvml.nvmlShutdown()
-        gpu.close()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(UUIDS[0])
+    begun_s = time.monotonic()
+    pynvml.nvmlDeviceSetGpuLockedClocks(handle, 1200, 1200)
+    assert time.monotonic() - begun_s >= A100_SXM.set_latency_s
+    assert gpu.sm_clock_mhz() == pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM) == 1200
+    assert Locks.read(gpu_files[0]).graphics_mhz == (1200, 1200)
+    pynvml.nvmlDeviceSetGpuLockedClocks(handle, 600, 1001)
+    assert gpu.sm_clock_mhz() == 990, "the highest within the limits"
+    with pytest.raises(pynvml.NVMLError_InvalidArgument):
+        pynvml.nvmlDeviceSetGpuLockedClocks(handle, 1001, 1002)
+    pynvml.nvmlDeviceSetMemoryLockedClocks(handle, 1593, 1593)
+    assert Locks.read(gpu_files[0]).memory_mhz == (1593, 1593)
+    pynvml.nvmlDeviceResetGpuLockedClocks(handle)
+    pynvml.nvmlDeviceResetMemoryLockedClocks(handle)
+    assert gpu.sm_clock_mhz() == A100_SXM.highest_clock_mhz
+    assert Locks.read(gpu_files[0]) == NO_LOCKS == Locks.read(gpu_files[1])
+    gpu.close()
 
 
 def test_energy_power_and_events_are_those_of_the_shared_gpu(stub: Path, gpu_files: list[Path]) -> None:
     gpu = EmulatedGpu(gpu_files[2])
     pynvml.nvmlInit()
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(UUIDS[2])
-        gpu.degrade(1.0, clock_event_reasons=0x44)
-        assert pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle) == 0x44
-        instant, average = pynvml.nvmlDeviceGetFieldValues(
-            handle, [pynvml.NVML_FI_DEV_POWER_INSTANT, pynvml.NVML_FI_DEV_POWER_AVERAGE]
-        )
-        assert instant.value.uiVal == math.floor(gpu.power_w() * 1000)
-        assert pynvml.nvmlDeviceGetPowerUsage(handle) == instant.value.uiVal
-        assert average.nvmlReturn == pynvml.NVML_ERROR_NOT_SUPPORTED
-        # The counter may update between two reads.
-        seen_mj = [0, 0, 0]
-        while not seen_mj[0] or seen_mj[0] != seen_mj[2]:
-            seen_mj = [
-                math.floor(gpu.total_energy_j() * 1000),
-                pynvml.nvmlDeviceGetTotalEnergyConsumption(handle),
-                math.floor(gpu.total_energy_j() * 1000),
-            ]
-        assert seen_mj[1] == seen_mj[0]
-    finally:
-        pynvml.nvmlShutdown()
-        gpu.close()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(UUIDS[2])
+    gpu.degrade(1.0, clock_event_reasons=0x44)
+    assert pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle) == 0x44
+    instant, average = pynvml.nvmlDeviceGetFieldValues(
+        handle, [pynvml.NVML_FI_DEV_POWER_INSTANT, pynvml.NVML_FI_DEV_POWER_AVERAGE]
+    )
+    assert instant.value.uiVal == math.floor(gpu.power_w() * 1000)
+    assert pynvml.nvmlDeviceGetPowerUsage(handle) == instant.value.uiVal
+    assert average.nvmlReturn == pynvml.NVML_ERROR_NOT_SUPPORTED
+    # The counter may update between two reads.
+    seen_mj = [0, 0, 0]
+    while not seen_mj[0] or seen_mj[0] != seen_mj[2]:
+        seen_mj = [
+            math.floor(gpu.total_energy_j() * 1000),
+            pynvml.nvmlDeviceGetTotalEnergyConsumption(handle),
+            math.floor(gpu.total_energy_j() * 1000),
+        ]
+    assert seen_mj[1] == seen_mj[0]
+    gpu.close()
 
 
 def test_limits_profiles_and_caps_are_those_of_the_shared_gpu(stub: Path, gpu_files: list[Path]) -> None:
     gpu, seen = EmulatedGpu(gpu_files[0]), NvmlGpu(UUIDS[0])
-    try:
-        assert seen.power_limit_w() == gpu.power_limit_w() == A100_SXM.board_power_w
-        assert seen.power_profiles() == ()
-        gpu.limit_power(300.0)
-        gpu.enforce_power_profiles([7, 33])
-        assert seen.power_limit_w() == 300.0
-        assert seen.power_profiles() == gpu.power_profiles() == (7, 33)
-        assert seen.sm_clock_mhz() == gpu.sm_clock_mhz() < A100_SXM.highest_clock_mhz
-        assert A100_SXM.power_w(1.0, seen.sm_clock_mhz()) <= 300.0
-        assert seen.clock_event_reasons() == ClockEventReason.SW_POWER_CAP
-        gpu.cap(None)
-        assert (seen.sm_clock_mhz(), seen.clock_event_reasons()) == (A100_SXM.highest_clock_mhz, 0)
-        instruct(stub, ["property workload_power_profiles 0"])
-        assert seen.power_profiles() == (), "of a GPU without any"
-    finally:
-        seen.close()
-        gpu.close()
+    assert seen.power_limit_w() == gpu.power_limit_w() == A100_SXM.board_power_w
+    assert seen.power_profiles() == ()
+    gpu.limit_power(300.0)
+    gpu.enforce_power_profiles([7, 33])
+    assert seen.power_limit_w() == 300.0
+    assert seen.power_profiles() == gpu.power_profiles() == (7, 33)
+    assert seen.sm_clock_mhz() == gpu.sm_clock_mhz() < A100_SXM.highest_clock_mhz
+    assert A100_SXM.power_w(1.0, seen.sm_clock_mhz()) <= 300.0
+    assert seen.clock_event_reasons() == ClockEventReason.SW_POWER_CAP
+    gpu.cap(None)
+    assert (seen.sm_clock_mhz(), seen.clock_event_reasons()) == (A100_SXM.highest_clock_mhz, 0)
+    instruct(stub, ["property workload_power_profiles 0"])
+    assert seen.power_profiles() == (), "of a GPU without any"
+    seen.close()
+    gpu.close()
 
 
 def test_errors_delays_and_properties_can_be_injected_at_run_time(stub: Path) -> None:
     pynvml.nvmlInit()
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        instruct(stub, [f"error nvmlDeviceGetPowerUsage {pynvml.NVML_ERROR_GPU_IS_LOST} 2 1"])
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    instruct(stub, [f"error nvmlDeviceGetPowerUsage {pynvml.NVML_ERROR_GPU_IS_LOST} 2 1"])
+    pynvml.nvmlDeviceGetPowerUsage(handle)
+    pynvml.nvmlDeviceGetPowerUsage(handle)
+    with pytest.raises(pynvml.NVMLError_GpuIsLost):
         pynvml.nvmlDeviceGetPowerUsage(handle)
-        pynvml.nvmlDeviceGetPowerUsage(handle)
-        with pytest.raises(pynvml.NVMLError_GpuIsLost):
-            pynvml.nvmlDeviceGetPowerUsage(handle)
-        pynvml.nvmlDeviceGetPowerUsage(handle)
-        instruct(stub, [f"error nvmlInit {pynvml.NVML_ERROR_DRIVER_NOT_LOADED} 0 0", "property mig_mode 1"])
-        for _ in range(2):
-            with pytest.raises(pynvml.NVMLError_DriverNotLoaded):
-                pynvml.nvmlInit()
-        assert pynvml.nvmlDeviceGetMigMode(handle) == [1, 1]
-        instruct(stub, ["delay nvmlDeviceGetName 0.05", "property second_memory_clock_mhz 405"])
-        assert pynvml.nvmlDeviceGetMigMode(handle) == [0, 0]
-        assert pynvml.nvmlDeviceGetSupportedMemoryClocks(handle) == [1593, 405]
-        begun_s = time.monotonic()
-        pynvml.nvmlDeviceGetName(handle)
-        assert time.monotonic() - begun_s >= 0.05
-    finally:
-        pynvml.nvmlShutdown()
+    pynvml.nvmlDeviceGetPowerUsage(handle)
+    instruct(stub, [f"error nvmlInit {pynvml.NVML_ERROR_DRIVER_NOT_LOADED} 0 0", "property mig_mode 1"])
+    for _ in range(2):
+        with pytest.raises(pynvml.NVMLError_DriverNotLoaded):
+            pynvml.nvmlInit()
+    assert pynvml.nvmlDeviceGetMigMode(handle) == [1, 1]
+    instruct(stub, ["delay nvmlDeviceGetName 0.05", "property second_memory_clock_mhz 405"])
+    assert pynvml.nvmlDeviceGetMigMode(handle) == [0, 0]
+    assert pynvml.nvmlDeviceGetSupportedMemoryClocks(handle) == [1593, 405]
+    begun_s = time.monotonic()
+    pynvml.nvmlDeviceGetName(handle)
+    assert time.monotonic() - begun_s >= 0.05
 
 
 def test_many_instructions_in_a_row_are_all_followed(stub: Path) -> None:
     pynvml.nvmlInit()
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        for _ in range(100):
-            instruct(stub, ["property mig_mode 1"])
-            assert pynvml.nvmlDeviceGetMigMode(handle) == [1, 1]
-            instruct(stub, [])
-            assert pynvml.nvmlDeviceGetMigMode(handle) == [0, 0]
-    finally:
-        pynvml.nvmlShutdown()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    for _ in range(100):
+        instruct(stub, ["property mig_mode 1"])
+        assert pynvml.nvmlDeviceGetMigMode(handle) == [1, 1]
+        instruct(stub, [])
+        assert pynvml.nvmlDeviceGetMigMode(handle) == [0, 0]

@@ -34,10 +34,10 @@ from perseus.demo.processes import Coordinator
 from perseus.job_id import slot_of
 from tests.processes import MEMBER_LEASE_S, Fleet, tails
 from tests.service.storage import postgresql
-from tests.small_jobs import small_job
+from tests.small_jobs import small_job, start_jobs
 from tests.torture.coordinator import FLAGS, STAGES, check_by_command
 from tests.torture.cut import Cut, way_to
-from tests.torture.trainings import ForeignClocks, Training, training, watched
+from tests.torture.trainings import ForeignClocks, Training, watched
 
 SLOTS = 2
 LOADED = [
@@ -133,7 +133,7 @@ class Jobs:
                 period_s=PERIOD_S,
                 reconnect_within_s=0.3,
             )
-        self.trained.start(target)
+        start_jobs([self.trained], target)
 
     def find(self) -> None:
         """Find the coordinator that serves them."""
@@ -198,7 +198,7 @@ def torture(
         fleet.start()
         damage = Damage(fleet, ways, server, database)
         trainings = [
-            stack.enter_context(training(folder, workload, slot)) for slot, workload in enumerate(TRAINED)
+            stack.enter_context(Training(folder, workload, slot)) for slot, workload in enumerate(TRAINED)
         ]
         clocks = stack.enter_context(watched(trainings))
         with ExitStack() as loads:
@@ -223,7 +223,7 @@ def torture(
                 each.settle(count, outcome)
         _lose_all(fleet, trainings, clocks, outcome)
         for own in trainings:
-            own.stop()
+            own.stop_training()
         for coordinator in fleet.coordinators:
             if (status := coordinator.terminate()) != 0:
                 text = coordinator.log.read_text()[-500:]

@@ -1,18 +1,14 @@
 """Send malformed messages to a coordinator, which must ignore them.
 
-python -m tests.torture.malformed COUNT [--seed N] [--page PAGE]
-
 They go to a real coordinator with TLS and tokens, from a client with an operator's token, so that the access
 check refuses none of them. Meanwhile an agent with its own token continues its job, a thread checks health
 all the time, and another reads the coordinator's memory.
 """
 
-import argparse
 import asyncio
 import logging
 import random
 import ssl
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -445,21 +441,3 @@ trained {outcome.iteration_count} iterations. Problems: {"; ".join(outcome.probl
 {outcome.took_s / 60:.1f} minutes, seed {seed}."""
     rows = [(what, outcome.sent[kind]) for kind, what in kinds.items()]
     publish(page, "## Malformed messages", ("messages", "sent"), rows, note)
-
-
-def main(count: int, seed: int, page: Path | None) -> None:
-    """Send the messages, print the outcome, and write it to a page."""
-    with tempfile.TemporaryDirectory(prefix="perseus-") as folder:
-        outcome = torture_malformed(Path(folder), count, seed)
-    publish_malformed(page, outcome, seed)
-    if outcome.problems:
-        raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("count", type=int)
-    arguments.add_argument("--seed", type=int, default=random.randrange(2**32))
-    arguments.add_argument("--page", type=Path)
-    given = arguments.parse_args()
-    main(given.count, given.seed, given.page)

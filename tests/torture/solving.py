@@ -1,15 +1,6 @@
-"""Many jobs need the solver at once, and its processes die: every job gets its plans in the end.
+"""Coordinators that start on a database of many planned jobs: all of them need the solver at once."""
 
-`python -m tests.torture.solving [JOBS [KILLED]]` restarts a coordinator that has JOBS planned jobs (200), and
-one that has KILLED of them (20), whose solver is killed once during each solve. Each has one solver process.
-"""
-
-import argparse
 import asyncio
-import os
-import random
-import signal
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -119,46 +110,3 @@ async def restarted(
         retried = [await coordinator.jobs.events(job.job_id, 0, wanted, 0, 1) for job in jobs]
     time_s = time.monotonic() - began_s
     return Outcome(len(jobs), len(solved), sum(map(bool, retried)), len(stock), time_s)
-
-
-class KillOnce:
-    """Kills the process that solves a job, some time after it began, once for each job."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self._draw = random.Random(seed)
-        self._due_s: dict[str, float] = {}
-        self.killed: set[str] = set()
-
-    def __call__(self, pool: WorkerPool) -> None:
-        for job_id, problem in pool._problems.items():
-            if problem.worker is None or not problem.worker.is_ready:
-                continue
-            process_id = problem.worker.process_id
-            due_s = self._due_s.setdefault(job_id, time.monotonic() + self._draw.uniform(0, 0.05))
-            if job_id not in self.killed and time.monotonic() >= due_s and process_id is not None:
-                os.kill(process_id, signal.SIGKILL)
-                self.killed.add(job_id)
-
-
-async def main(job_count: int, killed_count: int) -> None:
-    """Print the outcome of the jobs; fail if not all are planned."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "many.db"
-        await fill(path, job_count, 3)
-        many = await restarted(path)
-        print(f"restart with {many.job_count} jobs: {many}")
-        path = Path(directory) / "killed.db"
-        await fill(path, killed_count, 16)
-        kill = KillOnce()
-        killed = await restarted(path, kill)
-        print(f"{len(kill.killed)} workers killed: {killed}")
-    assert many.planned_count == job_count
-    assert killed.planned_count == killed.retried_count == len(kill.killed) == killed_count
-
-
-if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("jobs", type=int, nargs="?", default=200)
-    arguments.add_argument("killed", type=int, nargs="?", default=20)
-    given = arguments.parse_args()
-    asyncio.run(main(given.jobs, given.killed))

@@ -1,19 +1,15 @@
 """Hostile tenants, who must not harm other tenants.
 
-python -m tests.torture.tenants SECONDS [--page PAGE]
-
 They attack a real coordinator with TLS, tokens, a feed and the page, and a real grid gateway with a broker.
 One tenant trains. Another, whose token is for other jobs, invents GPUs and claims the first one's; a sender
 of load targets floods the gateway; and a client without a token connects to the page's port as often as
 possible.
 """
 
-import argparse
 import asyncio
 import json
 import os
 import socket
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -258,20 +254,3 @@ def publish_tenants(page: Path | None, outcome: Outcome, seconds: float) -> None
     )
     note = f"Problems: {'; '.join(outcome.problems) or 'none'}."
     publish(page, "## Hostile tenants", ("attack", "result"), rows, note)
-
-
-def main(seconds: float, page: Path | None) -> None:
-    """Attack, and write the report."""
-    with tempfile.TemporaryDirectory(prefix="perseus-") as folder:
-        outcome = asyncio.run(torture_tenants(Path(folder), seconds))
-    publish_tenants(page, outcome, seconds)
-    if outcome.problems:
-        raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("seconds", type=float)
-    arguments.add_argument("--page", type=Path)
-    given = arguments.parse_args()
-    main(given.seconds, given.page)

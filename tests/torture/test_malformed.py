@@ -17,7 +17,8 @@ COUNT = 3000
 
 
 @pytest.mark.slow("a coordinator's process, and hundreds of messages that end its streams")
-@pytest.mark.timeout(300)
+@pytest.mark.nightly("minutes; each parser of untrusted input has its own tests, and is fuzzed")
+@pytest.mark.timeout(1200)
 def test_malformed_messages_change_nothing(tmp_path: Path) -> None:
     outcome = torture_malformed(tmp_path, COUNT, 0)
     assert outcome.problems == []

@@ -52,23 +52,15 @@ class ForeignClocks:
             self.longest_s = max(self.longest_s, now_s - lost_s)
 
 
-class Training:
+class Training(Cluster):
     """A job that the product's agent serves, and real processes train on emulated GPUs."""
 
-    def __init__(self, workload: Workload, slot: int, cluster: Cluster) -> None:
+    def __init__(self, folder: Path, workload: Workload, slot: int) -> None:
+        super().__init__(workload, folder / workload.job_id, folder / "logs" / workload.job_id)
+        self.security = _Plaintext(folder / f"{workload.job_id}-unused")
         self.job_id = workload.job_id
         self.slot = slot
-        self._cluster = cluster
-        self.gpu_files = [cluster.gpu_file(*rank) for rank in workload.ranks]
-
-    def start(self, target: str) -> None:
-        """Start agents and trainers."""
-        self._cluster.start_agents(target)
-        self._cluster.start_trainers()
-
-    def stop(self) -> None:
-        """Let the trainers finish, and check that no process has failed."""
-        self._cluster.stop_training()
+        self.gpu_files = [self.gpu_file(*rank) for rank in workload.ranks]
 
     def plan(self, address: str) -> dict[int, int] | None:
         """Return the version in force by stage, as a coordinator says; None without a plan, or an answer."""
@@ -95,15 +87,6 @@ class Training:
     def _ranks(self, stub: JobServiceStub) -> Sequence[rank_pb2.Rank]:
         request = job_service_pb2.ListRanksRequest(job_id=self.job_id)
         return stub.ListRanks(request, timeout=_CALL_TIMEOUT_S).ranks
-
-
-@contextmanager
-def training(folder: Path, workload: Workload, slot: int) -> Iterator[Training]:
-    """Make a job's GPUs; end all its processes after the block."""
-    cluster = Cluster(workload, folder / workload.job_id, folder / "logs" / workload.job_id)
-    cluster.security = _Plaintext(folder / f"{workload.job_id}-unused")
-    with cluster:
-        yield Training(workload, slot, cluster)
 
 
 @contextmanager

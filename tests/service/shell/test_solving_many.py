@@ -1,7 +1,4 @@
-"""Many jobs want to be solved while the solver's workers die: in the end all jobs have their plans.
-
-The workers are threads here; `tests.torture.solving` uses processes, and many more jobs.
-"""
+"""Many jobs want to be solved while the solver's workers die: in the end all jobs have their plans."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -21,6 +21,7 @@ from perseus.service.solving.dask_cluster import ClusterLostError, DaskCluster, 
 from perseus.service.solving.work import solve_explaining
 from perseus.service.solving.worker_pool import BATCH, JOBS, REQUESTS, WorkerPool
 from perseus.solver import SolverError
+from tests.processes import is_gone
 from tests.service.solving.dask_processes import ROOT, DaskProcesses, dask_processes
 from tests.service.solving.problems import make_problem, until
 from tests.service.solving.test_worker_pool import ScriptedWorker
@@ -80,14 +81,6 @@ def take_memory(byte_count: int) -> int:
     return len(bytearray(byte_count))
 
 
-def is_gone(process_id: int) -> bool:
-    """Whether a process has ended; its parent may not have asked how yet."""
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 def self_signed(folder: Path) -> tuple[Path, Path]:
     """Write a certificate that serves as CA, too, and its key, as the documentation says."""
     certificate, key = folder / "dask.pem", folder / "dask.key"
@@ -116,22 +109,18 @@ async def test_frontiers_of_a_cluster_are_those_of_this_process(dask: DaskProces
 
 
 @slow
-async def test_cancelled_work_ends_there(dask: DaskProcesses, tmp_path: Path) -> None:
-    async with connected(dask.address) as (cluster, pool):
+@pytest.mark.parametrize("limit_s", [600.0, 10.0], ids=["it is cancelled", "it takes too long"])
+async def test_work_that_nobody_wants_any_more_ends_there(
+    dask: DaskProcesses, tmp_path: Path, limit_s: float
+) -> None:
+    async with connected(dask.address, limit_s) as (cluster, pool):
         await until(lambda: cluster.thread_count)
         unwanted = asyncio.create_task(pool.run(never_end, tmp_path / "began"))
         await until(lambda: recorded(tmp_path / "began"))
-        unwanted.cancel()
-        await asyncio.gather(unwanted, return_exceptions=True)
-        await until(lambda: is_gone(recorded(tmp_path / "began")[0]))
-
-
-@slow
-async def test_work_that_takes_too_long_ends_there(dask: DaskProcesses, tmp_path: Path) -> None:
-    async with connected(dask.address, limit_s=10.0) as (cluster, pool):
-        await until(lambda: cluster.thread_count)
-        with pytest.raises(SolverTimeoutError):
-            await pool.run(never_end, tmp_path / "began")
+        if limit_s == 600.0:
+            unwanted.cancel()
+        (end,) = await asyncio.gather(unwanted, return_exceptions=True)
+        assert isinstance(end, asyncio.CancelledError | SolverTimeoutError)
         await until(lambda: is_gone(recorded(tmp_path / "began")[0]))
 
 

@@ -49,11 +49,13 @@ class Fleet:
         return ",".join(each.address for each in reversed(self.coordinators))
 
     def start(self) -> None:
-        """Start those that don't run, in turn, and wait until each is up, and all slots are served."""
-        for each in self.coordinators:
-            if not each.is_running:
-                each.launch()
-            each.until(partial(_is_up, each), f"{each.address} listening, or standing by")
+        """Start those that don't run, the last one last; wait until each is up, and all slots are served."""
+        for group in (self.coordinators[:-1], self.coordinators[-1:]):
+            for each in group:
+                if not each.is_running:
+                    each.launch()
+            for each in group:
+                each.until(partial(_is_up, each), f"{each.address} listening, or standing by")
         for slot in self.slots:
             self.holder(slot)
 

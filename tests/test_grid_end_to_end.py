@@ -111,7 +111,7 @@ async def steered(client: Client, *, is_slow: bool) -> job_pb2.Job:
             begun = 0
         elif not begun:
             begun = job.signal_target.done_count + 1
-        return 0 < begun + 3 <= job.signal_target.done_count
+        return 0 < begun <= job.signal_target.done_count - 2
 
     await until(is_so, "the job is slow" if is_slow else "the job is as fast as it can be")
     return await client.job(STEERED)

@@ -39,50 +39,55 @@ def sums(*iterations: JobIteration, baseline: Period | None = BASELINE) -> Energ
 def test_an_iteration_under_other_clocks_is_compared_with_the_baseline() -> None:
     hour = EnergyMeter().take([iteration(80.0), iteration(82.0)], BASELINE, NOW_S + 10)
     assert (hour.hour, hour.reference) == (500_000, REFERENCE)
-    found = hour.sums
-    assert (found.iteration_count, found.compared_count, found.time_s) == (2, 2, 2.0)
-    assert (found.compared_energy_j, found.energy_j) == (162.0, 162.0)
+    expected = {"iteration_count": 2, "compared_count": 2, "time_s": 2.0, "compared_energy_j": 162.0}
+    assert {name: getattr(hour.sums, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize("change", [{"is_at_stock": True}, {"is_regular": False}])
-def test_iterations_at_stock_or_irregular_ones_save_nothing(change: dict[str, bool]) -> None:
-    found = sums(iteration(80.0, **change))
-    assert (found.stock_energy_j, found.compared_count, found.uncompared_energy_j) == (80.0, 0, 0.0)
+AT_STOCK = {"stock_energy_j": 80.0, "compared_count": 0, "uncompared_energy_j": 0.0}
 
 
-def test_without_a_baseline_nothing_is_compared() -> None:
-    for baseline in (
-        None,
-        Period(0, JobState.BASELINE, False, (1,), 0, 1, 0.0, 1.0, 2, 1.0, 0.0, 0.0, 0.0, ()),
-    ):
-        found = EnergyMeter().take([iteration(80.0)], baseline, NOW_S)
-        assert found.reference is None
-        assert (found.sums.uncompared_energy_j, found.sums.compared_count) == (80.0, 0)
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param({"is_at_stock": True}, AT_STOCK, id="at stock: saves nothing"),
+        pytest.param({"is_regular": False}, AT_STOCK, id="irregular: saves nothing"),
+        pytest.param(
+            {"unmeasured_rank_count": 1},
+            {"iteration_count": 1, "unmeasured_count": 1, "uncompared_energy_j": 80.0, "compared_count": 0},
+            id="a lost energy counter",
+        ),
+        pytest.param(
+            {"skipped_count": 3}, {"iteration_count": 1, "unmeasured_count": 3}, id="after lost rows"
+        ),
+        pytest.param(
+            {"gap_time_s": 2.0, "gap_energy_j": 30.0},
+            {"time_s": 3.0, "stock_energy_j": 30.0, "compared_energy_j": 80.0},
+            id="after a gap: that is at stock",
+        ),
+        pytest.param(
+            {"state": JobState.PROFILING}, {"profiling_count": 1, "profiling_energy_j": 80.0}, id="profiling"
+        ),
+        pytest.param(
+            {"state": JobState.PROFILING, "is_at_stock": True},
+            {"profiling_count": 0, "profiling_energy_j": 0.0},
+            id="profiling, but at stock",
+        ),
+        pytest.param({"has_straggler": True}, {"straggler_energy_j": 80.0}, id="with a straggler"),
+    ],
+)
+def test_an_iteration_counts_in_its_place(changes: dict[str, Any], expected: dict[str, float]) -> None:
+    counted = sums(iteration(80.0, **changes))
+    assert {name: getattr(counted, name) for name in expected} == expected
 
 
-def test_a_lost_energy_counter_yields_no_saving() -> None:
-    found = sums(iteration(40.0, unmeasured_rank_count=1), iteration(80.0))
-    assert (found.iteration_count, found.unmeasured_count) == (2, 1)
-    assert (found.uncompared_energy_j, found.compared_energy_j, found.compared_count) == (40.0, 80.0, 1)
+NO_ENERGY = Period(0, JobState.BASELINE, False, (1,), 0, 1, 0.0, 1.0, 2, 1.0, 0.0, 0.0, 0.0, ())
 
 
-def test_unreported_iterations_count_as_unmeasured() -> None:
-    found = sums(iteration(skipped_count=3))
-    assert (found.iteration_count, found.unmeasured_count) == (1, 3)
-
-
-def test_gaps_count_with_their_time_and_energy() -> None:
-    found = sums(iteration(80.0, gap_time_s=2.0, gap_energy_j=30.0))
-    assert (found.time_s, found.stock_energy_j, found.energy_j) == (3.0, 30.0, 110.0)
-
-
-def test_profiling_and_stragglers_are_counted_separately() -> None:
-    found = sums(
-        iteration(70.0, state=JobState.PROFILING),
-        iteration(90.0, state=JobState.PROFILING, is_at_stock=True),
-        iteration(60.0, has_straggler=True),
-    )
-    assert (found.profiling_count, found.profiling_energy_j, found.straggler_energy_j) == (1, 70.0, 60.0)
+@pytest.mark.parametrize("baseline", [None, NO_ENERGY])
+def test_without_a_baseline_nothing_is_compared(baseline: Period | None) -> None:
+    hour = EnergyMeter().take([iteration(80.0)], baseline, NOW_S)
+    assert hour.reference is None
+    assert (hour.sums.uncompared_energy_j, hour.sums.compared_count) == (80.0, 0)
 
 
 def test_an_hour_adds_up_until_it_ends_and_the_next_begins_at_0() -> None:

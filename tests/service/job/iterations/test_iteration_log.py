@@ -42,6 +42,12 @@ def add_all(log: IterationLog, iteration: int, **values: float) -> None:
     log.validate()
 
 
+def label(log: IterationLog, version: int, start_iteration: int, state: JobState) -> None:
+    """Tell the state of the clocks that all pipelines have from an iteration on."""
+    for pipeline in range(2):
+        log.label(pipeline, PipelineOffer((version,), start_iteration, STOCK), state)
+
+
 def test_a_pipelines_iteration_takes_as_long_as_its_slowest_rank_and_costs_the_sum() -> None:
     log = IterationLog(RANKS)
     assert log.add(RANKS[0], rows([0, 1], time_s=1.0, energy_j=3.0), NOW_S) == ([], [])
@@ -91,8 +97,7 @@ def test_a_restart_leaves_no_iteration_out_of_the_report() -> None:
 
 def test_after_a_restart_an_iteration_whose_predecessor_is_unknown_counts_as_the_first_of_its_plans() -> None:
     log = IterationLog(RANKS)
-    for pipeline in range(2):
-        log.label(pipeline, PipelineOffer((7,), 2, STOCK), JobState.STOCK)
+    label(log, 7, 2, JobState.STOCK)
     for iteration in range(2):
         add_all(log, iteration)
     add_all(log, 2, version=7)
@@ -114,8 +119,7 @@ def test_a_row_that_comes_twice_counts_once() -> None:
 
 def test_the_first_iteration_under_new_plans_and_irregular_ones_are_left_out() -> None:
     log = IterationLog(RANKS)
-    for pipeline in range(2):
-        log.label(pipeline, PipelineOffer((1,), 3, STOCK), JobState.PROFILING)
+    label(log, 1, 3, JobState.PROFILING)
     for iteration, version in enumerate([0, 0, 0, 1, 1]):
         add_all(log, iteration, version=version)
     add_all(log, 5, version=1, is_regular=False)
@@ -138,8 +142,7 @@ def test_memory_holds_the_latest_periods_and_the_baseline_that_they_are_held_aga
     log, stored = IterationLog(RANKS), dict[int, Period]()
     for version in range(3 * MAX_PERIODS):
         state = JobState.PLANNED if version else JobState.BASELINE
-        for pipeline in range(2):
-            log.label(pipeline, PipelineOffer((version,), 2 * version, STOCK), state)
+        label(log, version, 2 * version, state)
         for iteration in (2 * version, 2 * version + 1):
             add_all(log, iteration, version=version)
         stored |= {period.number: period for period in log.periods}
@@ -180,8 +183,7 @@ def test_irregular_iterations_count_with_their_time_and_change_no_mean() -> None
     assert period.irregular_count == 3
     assert period.irregular_time_s == pytest.approx(17 / 3)
     assert (period.first_iteration, period.last_iteration) == (2, 5)
-    log.label(0, PipelineOffer((1,), 6, STOCK), JobState.PLANNED)
-    log.label(1, PipelineOffer((1,), 6, STOCK), JobState.PLANNED)
+    label(log, 1, 6, JobState.PLANNED)
     for iteration in (6, 7, 8):
         add_all(log, iteration, version=1, is_regular=iteration != 6)
     assert [each.irregular_count for each in log.periods] == [3, 1], "it counts in its own period"

@@ -12,7 +12,7 @@ from perseus.v1.job_pb2 import IterationSummary
 ORDER = one_forward_one_backward(2, 10).orders[0]
 
 
-def columns(iteration: int) -> ComputationColumns:
+def of_whole_order(iteration: int) -> ComputationColumns:
     count = len(ORDER)
     return ComputationColumns(
         iteration=[iteration] * count,
@@ -25,44 +25,44 @@ def columns(iteration: int) -> ComputationColumns:
     )
 
 
-def summary(iteration: int) -> IterationSummary:
-    return IterationSummary(
-        pipeline=0, iteration=iteration, plan_version=1, iteration_time_s=1.0, energy_j=100.0
+def finish(
+    memory: TimelineMemory, iteration: int, pipeline: int = 0, columns: ComputationColumns | None = None
+) -> None:
+    """Let both stages report their columns, and the pipeline's iteration end."""
+    for stage in range(2):
+        memory.add(Coordinates(pipeline, stage, 0), columns or of_whole_order(iteration))
+    memory.finish(
+        IterationSummary(pipeline=pipeline, iteration=iteration, iteration_time_s=4.0, energy_j=1.0)
     )
 
 
 def test_the_latest_iteration_that_all_stages_reported_is_found() -> None:
     memory = TimelineMemory(Parallelism(1, 2, 1))
-    for iteration in range(6):
-        memory.add(Coordinates(0, 0, 0), columns(iteration))
-        if iteration < 5:
-            memory.add(Coordinates(0, 1, 0), columns(iteration))
-            memory.finish(summary(iteration))
-    found = memory.latest(0)
-    assert found is not None
-    assert (found.iteration, len(found.stages)) == (4, 2)
-    memory.end()
-    left = memory.latest(0)
-    assert left is not None
-    assert (left.iteration, left.stages) == (found.iteration, found.stages)
-    assert [len(stage) for stage in memory._stages[0]] == [1, 1]
+    for iteration in range(5):
+        finish(memory, iteration)
+    memory.add(Coordinates(0, 0, 0), of_whole_order(5))
+    for _ in range(2):
+        latest = memory.latest(0)
+        assert latest is not None
+        assert (latest.iteration, len(latest.stages)) == (4, 2)
+        memory.end()
 
 
 def test_a_job_that_ends_without_a_complete_iteration_keeps_none() -> None:
     memory = TimelineMemory(Parallelism(1, 2, 1))
-    memory.add(Coordinates(0, 0, 0), columns(0))
+    memory.add(Coordinates(0, 0, 0), of_whole_order(0))
     memory.end()
     assert memory.latest(0) is None
-    assert [len(stage) for stage in memory._stages[0]] == [0, 0]
+    assert memory.mean_clock_mhz(0, 0) is None, "nothing is left of it"
 
 
 def test_a_regular_iteration_is_kept_compact_and_unchanged() -> None:
     order = Order(ORDER)
-    first, second = (order.compact(columns(iteration)) for iteration in (1, 2))
+    first, second = (order.compact(of_whole_order(iteration)) for iteration in (1, 2))
     assert first.kind is second.kind
     assert first.microbatch is second.microbatch
     assert first.chunk is second.chunk
-    for kept, reported in zip(first[4:], columns(1)[4:], strict=True):
+    for kept, reported in zip(first[4:], of_whole_order(1)[4:], strict=True):
         assert list(kept) == reported
         assert isinstance(kept, array)
         assert sys.getsizeof(kept) < 1.5 * kept.itemsize * len(kept) + 64
@@ -75,24 +75,14 @@ def at(iteration: int, clocks_mhz: list[int]) -> ComputationColumns:
 
 def test_an_iteration_of_the_baseline_outlives_those_under_plans_and_the_jobs_end() -> None:
     memory = TimelineMemory(Parallelism(2, 2, 1))
-    for stage in range(2):
-        memory.add(Coordinates(1, stage, 0), at(3, [0, 0]))
-    memory.finish(
-        IterationSummary(pipeline=1, iteration=3, plan_version=0, iteration_time_s=4.0, energy_j=1.0)
-    )
+    finish(memory, 3, 1, at(3, [0, 0]))
     memory.keep_baseline()
     assert memory.baseline is not None
     pipeline, timeline = memory.baseline
     assert (pipeline, timeline.iteration) == (1, 3), "the first pipeline with a complete one"
 
     for iteration in range(4, 12):
-        for stage in range(2):
-            memory.add(Coordinates(1, stage, 0), at(iteration, [1200, 1000]))
-        memory.finish(
-            IterationSummary(
-                pipeline=1, iteration=iteration, plan_version=1, iteration_time_s=4.0, energy_j=1.0
-            )
-        )
+        finish(memory, iteration, 1, at(iteration, [1200, 1000]))
     memory.end()
     assert memory.baseline == (1, timeline)
     latest = memory.latest(1)

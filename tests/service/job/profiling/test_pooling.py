@@ -123,19 +123,22 @@ def test_a_sum_is_accepted_only_on_request_and_with_errors_of_its_parts() -> Non
         assert sample.energy_se_j >= 0.03 * sample.energy_j
 
 
-def test_an_unknown_share_of_much_waiting_is_not_accepted() -> None:
-    """Half of the time is spent waiting: the sum says little of computing."""
-    mixture = about(np.array([0.2, 0.3, 0.5]), 1.0)
-    assert complete(by_rank([reported(mixture, POWERS_W)]), accepts_sums=True) == {}
-
-
-def test_ranks_with_all_their_energies_are_left_alone() -> None:
-    assert complete(by_rank([determined(reported(np.eye(3), POWERS_W))]), accepts_sums=True) == {}
-
-
-def test_no_information_completes_nothing() -> None:
-    nothing = replace(reported(np.zeros((3, 3)), POWERS_W), power_information_vector=(0.0, 0.0, 0.0))
-    assert complete(by_rank([nothing]), accepts_sums=True) == {}
+@pytest.mark.parametrize(
+    "estimate",
+    [
+        pytest.param(
+            reported(about(np.array([0.2, 0.3, 0.5]), 1.0), POWERS_W),
+            id="a sum with an unknown share of much waiting says little of computing",
+        ),
+        pytest.param(determined(reported(np.eye(3), POWERS_W)), id="all energies are known"),
+        pytest.param(
+            replace(reported(np.zeros((3, 3)), POWERS_W), power_information_vector=(0.0, 0.0, 0.0)),
+            id="no information",
+        ),
+    ],
+)
+def test_nothing_is_completed(estimate: EnergyEstimate) -> None:
+    assert complete(by_rank([estimate]), accepts_sums=True) == {}
 
 
 def test_errors_hold_over_many_stages() -> None:

@@ -1,5 +1,6 @@
 """Rounds of held clocks by themselves: which pipelines count, and when a round has ended."""
 
+from collections.abc import Set
 from dataclasses import replace
 
 import numpy as np
@@ -26,6 +27,11 @@ ITERATIONS = 2
 USABLE_MHZ = [CLOCKS_MHZ] * 2
 
 
+def new_profiler(buffer: CommandBuffer) -> Profiler:
+    rules = Rules(profile_iterations=ITERATIONS)
+    return Profiler(JobRecord(OperatingPolicy()), Counters(), SHAPE, SCHEDULE, rules, buffer)
+
+
 class Bench:
     """A profiler in its first round, in which all stages hold the highest clock."""
 
@@ -33,16 +39,13 @@ class Bench:
         self.iteration_time_s = iteration_time_s
         self.informed: dict[int, NDArray[np.float64]] = {}
         self.buffer = CommandBuffer()
-        rules = Rules(profile_iterations=ITERATIONS)
-        self.profiler = Profiler(
-            JobRecord(OperatingPolicy()), Counters(), SHAPE, SCHEDULE, rules, self.buffer
-        )
+        self.profiler = new_profiler(self.buffer)
         held = self.profiler.next_round(None, USABLE_MHZ)
         assert held == HoldClocks((1400, 1400))
         self.held = held
         self.number = 0
 
-    def iterate(self, disturbed: set[int], measured: set[int]) -> None:
+    def iterate(self, disturbed: Set[int] = frozenset(), measured: Set[int] = frozenset({0, 1})) -> None:
         """Run an iteration, with estimates from these pipelines; a disturbed one is three times as slow."""
         self.number += 1
         for place in SHAPE.all_coordinates():
@@ -92,20 +95,13 @@ def true_s(stage: int) -> float:
 
 def test_a_pipeline_that_was_slow_in_a_round_does_not_count_in_it() -> None:
     bench = Bench()
-    bench.iterate(disturbed={1}, measured={0, 1})
+    assert bench.profiler.progress == ProfilingProgress(0, min(12, len(CLOCKS_MHZ)), None)
+    bench.iterate({1})
     assert bench.goes_on()
-    bench.iterate(disturbed=set(), measured={0, 1})
+    bench.iterate()
     assert not bench.goes_on()
     assert bench.measured_s() == pytest.approx({stage: true_s(stage) for stage in range(2)})
     assert bench.events() == [event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED]
-
-
-def test_progress_is_reported() -> None:
-    bench = Bench()
-    assert bench.profiler.progress == ProfilingProgress(0, min(12, len(CLOCKS_MHZ)), None)
-    bench.iterate(disturbed=set(), measured={0, 1})
-    bench.iterate(disturbed=set(), measured={0, 1})
-    assert not bench.goes_on()
     progress = bench.profiler.progress
     assert progress.tried_clock_count == 1
     assert progress.remaining_s == pytest.approx((progress.max_clock_count - 1) * 2 * 0.8)
@@ -113,8 +109,8 @@ def test_progress_is_reported() -> None:
 
 def test_if_all_pipelines_are_slow_all_of_them_count() -> None:
     bench = Bench()
-    bench.iterate(disturbed={0}, measured={0, 1})
-    bench.iterate(disturbed={0, 1}, measured={0, 1})
+    bench.iterate({0})
+    bench.iterate({0, 1})
     assert not bench.goes_on()
     assert bench.measured_s() == pytest.approx({stage: 3.0 * true_s(stage) for stage in range(2)})
     assert bench.events() == [event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED], "nothing is given up"
@@ -123,26 +119,26 @@ def test_if_all_pipelines_are_slow_all_of_them_count() -> None:
 def test_a_slow_pipeline_need_not_be_measured() -> None:
     bench = Bench()
     for _ in range(ITERATIONS):
-        bench.iterate(disturbed={1}, measured={0})
+        bench.iterate({1}, {0})
     assert not bench.goes_on()
     assert bench.measured_s() == pytest.approx({stage: true_s(stage) for stage in range(2)})
 
 
 def test_slow_pipelines_are_forgotten_with_the_round() -> None:
     bench = Bench()
-    bench.iterate(disturbed={0}, measured={0, 1})
+    bench.iterate({0})
     assert bench.profiler.next_round(None, USABLE_MHZ) == bench.held
     for _ in range(ITERATIONS):
-        bench.iterate(disturbed=set(), measured={0})
+        bench.iterate(measured={0})
     assert bench.goes_on(), "pipeline 1 counts again, and is not measured"
 
 
 def test_a_clock_that_is_not_measured_is_given_up() -> None:
     bench = Bench()
     for _ in range(HOLD_LIMIT * ITERATIONS - 1):
-        bench.iterate(disturbed=set(), measured={0})
+        bench.iterate(measured={0})
     assert bench.goes_on()
-    bench.iterate(disturbed=set(), measured={0})
+    bench.iterate(measured={0})
     following = bench.profiler.next_round(bench.held, USABLE_MHZ)
     assert following == HoldClocks((1300, 1300))
     assert bench.events() == [event_pb2.JOB_EVENT_TYPE_CLOCK_GIVEN_UP] * 2
@@ -150,15 +146,7 @@ def test_a_clock_that_is_not_measured_is_given_up() -> None:
 
 def test_estimates_at_stock_count_for_a_stage_that_stays_there() -> None:
     """Estimates become rarer the longer a plan is in force, so the next one may be far away."""
-    buffer = CommandBuffer()
-    profiler = Profiler(
-        JobRecord(OperatingPolicy()),
-        Counters(),
-        SHAPE,
-        SCHEDULE,
-        Rules(profile_iterations=ITERATIONS),
-        buffer,
-    )
+    profiler = new_profiler(CommandBuffer())
     for place in SHAPE.all_coordinates():
         profiler.take_estimate(place, estimate(SCHEDULE.orders[place.stage], 0, 100, STOCK_MHZ))
     usable_mhz = [CLOCKS_MHZ, CLOCKS_MHZ[:1]]
@@ -179,20 +167,20 @@ def test_short_iterations_count_in_part() -> None:
     bench = Bench(iteration_time_s=0.125)
     whole_count = HOLD_LIMIT * ITERATIONS
     for _ in range(4 * whole_count - 1):
-        bench.iterate(disturbed=set(), measured={0})
+        bench.iterate(measured={0})
     assert bench.goes_on()
-    bench.iterate(disturbed=set(), measured={0})
+    bench.iterate(measured={0})
     assert not bench.goes_on()
 
 
 def test_a_rank_that_does_not_determine_its_energies_is_completed_from_others() -> None:
     bench = Bench()
     bench.informed = {0: OF_ALL, 1: OF_SUM}
-    bench.iterate(disturbed=set(), measured={0, 1})
+    bench.iterate()
     assert bench.goes_on()
-    bench.iterate(disturbed=set(), measured={0, 1})
+    bench.iterate()
     while bench.goes_on():
-        bench.iterate(disturbed=set(), measured={0, 1})
+        bench.iterate()
     assert bench.number < HOLD_LIMIT * ITERATIONS
     assert bench.events() == [event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED]
     for profile in bench.profiler.profiles:
@@ -205,10 +193,10 @@ def test_undetermined_energies_are_awaited_until_their_sum_has_to_do() -> None:
     bench = Bench()
     bench.informed = {0: OF_SUM, 1: OF_SUM}
     for _ in range(HOLD_LIMIT * ITERATIONS - 1):
-        bench.iterate(disturbed=set(), measured={0, 1})
+        bench.iterate()
         assert bench.goes_on()
     assert len(bench.profiler.unmeasured_ranks(bench.held, USABLE_MHZ)) == 4
-    bench.iterate(disturbed=set(), measured={0, 1})
+    bench.iterate()
     assert not bench.goes_on()
     assert bench.events() == [event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED]
     for profile in bench.profiler.profiles:
@@ -222,10 +210,10 @@ def test_newer_estimates_may_determine_what_older_ones_did_not() -> None:
     bench = Bench()
     bench.informed = {0: OF_SUM, 1: OF_SUM}
     for _ in range(2 * ITERATIONS):
-        bench.iterate(disturbed=set(), measured={0, 1})
+        bench.iterate()
         assert bench.goes_on()
     bench.informed = {0: OF_ALL}
     while bench.goes_on():
-        bench.iterate(disturbed=set(), measured={0, 1})
+        bench.iterate()
     assert bench.number < HOLD_LIMIT * ITERATIONS
     assert bench.events() == [event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED]

@@ -59,15 +59,24 @@ def test_blocking_power_is_the_mean_of_the_ranks_that_report_it() -> None:
     )
 
 
-def with_power(stage: int, power_w: float | None, error_w: float) -> StageProfile:
-    return StageProfile(stage, 1000, {}, power_w, error_w)
-
-
-def test_over_the_clocks_blocking_power_is_weighted_by_its_certainty() -> None:
-    profiles = [with_power(0, 100.0, 1.0), with_power(0, 110.0, 3.0)]
-    assert blocking_power_w(profiles, 1) == pytest.approx((101.0,))
-    without_error = [with_power(0, 80.0, 0.0), with_power(0, 90.0, 1.0)]
-    assert blocking_power_w(without_error, 1) == pytest.approx((85.0,))
+@pytest.mark.parametrize(
+    ("reported", "powers_w"),
+    [
+        pytest.param([(0, 100.0, 1.0), (0, 110.0, 3.0)], (101.0,), id="weighted by certainty"),
+        pytest.param([(0, 80.0, 0.0), (0, 90.0, 1.0)], (85.0,), id="one without an error"),
+        pytest.param([(0, 100.0, 1e-200), (0, 110.0, 1e-6)], (105.0,), id="tiny errors weigh only so much"),
+        pytest.param(
+            [(0, 100.0, 1.0), (1, 80.0, 1.0), (2, None, 0.0)],
+            (100.0, 80.0, 90.0),
+            id="a stage that never waits gets the mean of the others",
+        ),
+    ],
+)
+def test_blocking_power_is_the_mean_over_the_clocks(
+    reported: list[tuple[int, float | None, float]], powers_w: tuple[float, ...]
+) -> None:
+    profiles = [StageProfile(stage, 1000, {}, power_w, error_w) for stage, power_w, error_w in reported]
+    assert blocking_power_w(profiles, len(powers_w)) == pytest.approx(powers_w)
 
 
 def test_blocking_power_is_known_by_clock_and_a_stage_that_never_waits_gets_the_mean_of_the_others() -> None:
@@ -102,16 +111,6 @@ def test_a_problem_has_blocking_powers_by_clock_where_they_differ() -> None:
     at_stock_w, least_w = problem.stock_blocking_power_w[1], problem.blocking_power_w[1]
     assert (at_stock_w, least_w) == pytest.approx((140.0, 100.0), rel=1e-2)
     assert problem.blocking_power_w[0] == problem.stock_blocking_power_w[0]
-
-
-def test_a_stage_that_never_waits_gets_the_mean_of_the_others() -> None:
-    profiles = [with_power(0, 100.0, 1.0), with_power(1, 80.0, 1.0), with_power(2, None, 0.0)]
-    assert blocking_power_w(profiles, 3) == pytest.approx((100.0, 80.0, 90.0))
-
-
-def test_a_tiny_standard_error_outweighs_others_only_so_far() -> None:
-    profiles = [with_power(0, 100.0, 1e-200), with_power(0, 110.0, 1e-6)]
-    assert blocking_power_w(profiles, 1) == pytest.approx((105.0,))
 
 
 def test_unreported_power_is_assumed_and_never_0() -> None:
@@ -168,8 +167,10 @@ def test_an_estimate_with_impossible_energy_is_not_a_measurement_yet() -> None:
     needed = {(each.kind, each.chunk) for each in order}
     assert why_not_measured(good, needed, 1200, 3) is None
     assert why_not_measured(None, needed, 1200, 3) is ClockGivenUpReason.NO_ESTIMATE
-    assert why_not_measured(good, needed, 1200, 4) is ClockGivenUpReason.INCOMPLETE_ESTIMATE
-    assert why_not_measured(good, needed, 1300, 3) is ClockGivenUpReason.INCOMPLETE_ESTIMATE
+    more = needed | {(Kind.FIXED, 0)}
+    for wanted, clock_mhz, count in ((needed, 1200, 4), (needed, 1300, 3), (more, 1200, 3)):
+        incomplete = why_not_measured(good, wanted, clock_mhz, count)
+        assert incomplete is ClockGivenUpReason.INCOMPLETE_ESTIMATE
     for energy in (-1.0, 0.0):
         found = scaled(good, time=1.0, energy=energy)
         assert why_not_measured(found, needed, 1200, 3) is ClockGivenUpReason.NO_ENERGY

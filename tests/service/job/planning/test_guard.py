@@ -1,4 +1,4 @@
-"""The guard and the drift watch by themselves."""
+"""The guard by itself: which iteration times violate a prediction."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -8,29 +8,10 @@ import numpy as np
 import pytest
 
 from perseus.service.domain.measured import JobIteration
-from perseus.service.domain.specification import Coordinates, Parallelism
-from perseus.service.job.planning.drift import BLOCK, Drift, DriftWatch
 from perseus.service.job.planning.guard import Guard, PredictionViolation
 from perseus.service.job.rules import Rules
-from perseus.solver import Kind, Measurement, Pipeline, one_forward_one_backward
-from tests.service.service_fakes import CLOCKS_MHZ, energy_j, estimate, time_s
 
 PREDICTED_S = 1.0
-SCHEDULE = one_forward_one_backward(2, 8)
-SHAPE = Parallelism(3, 2, 1)
-KINDS = (Kind.FORWARD, Kind.BACKWARD)
-MEASURED = {(stage, mhz) for stage in range(2) for mhz in CLOCKS_MHZ}
-PROBLEM = Pipeline(
-    SCHEDULE,
-    {
-        (stage, 0, kind): tuple(
-            Measurement(mhz, time_s(stage, kind, mhz), energy_j(stage, kind, mhz)) for mhz in CLOCKS_MHZ
-        )
-        for stage in range(2)
-        for kind in KINDS
-    },
-    (60.0, 60.0),
-)
 
 
 def iteration(number: int, seconds: float, version: int = 1, is_regular: bool = True) -> JobIteration:
@@ -82,41 +63,43 @@ def test_the_tolerance_covers_the_error_of_the_baseline() -> None:
     assert 0.03 < knowing(0.05).tolerance < 0.09
 
 
-def test_a_prediction_is_violated_by_the_median_of_five() -> None:
-    assert violated_at([1.0] * 5 + [1.02] * 5) == [7]
-    assert violated_at([1.02] * 5) == [4]
-    assert violated_at([1.02] * 4) == []
-    assert violated_at([1.009] * 20) == []
-    assert violated_at([1.0, 1.5, 1.0, 1.5, 1.0] * 4) == []
+@pytest.mark.parametrize(
+    ("times_s", "violated"),
+    [
+        ([1.0] * 5 + [1.02] * 5, [7]),
+        ([1.02] * 5, [4]),
+        ([1.02] * 4, []),
+        ([1.009] * 20, []),
+        ([1.0, 1.5, 1.0, 1.5, 1.0] * 4, []),
+    ],
+)
+def test_a_prediction_is_violated_by_the_median_of_five(times_s: list[float], violated: list[int]) -> None:
+    assert violated_at(times_s) == violated
 
 
-def violated_by_gaps(gaps: list[tuple[float, float]], baseline_gap_time_s: float | None = 0.2) -> list[int]:
-    """Take gaps as (time, part explained by low clocks), between iterations within their prediction."""
+@pytest.mark.parametrize(
+    ("gaps", "usual_gap_s", "violated"),
+    [
+        pytest.param([(0.2, 0.008), (5.0, 0.008)] * 20, 0.2, [], id="an evaluation now and then"),
+        pytest.param([(5.0, 0.0)] * 20, 0.2, [], id="evaluations at stock"),
+        pytest.param([(0.23, 0.05)] * 5, 0.2, [4], id="low clocks add to a gap"),
+        pytest.param([(0.5, 0.02)] * 5, 0.2, [4], id="low clocks add to a long gap"),
+        pytest.param([(0.23, 0.005)] * 20, 0.2, [], id="low clocks explain at most this part"),
+        pytest.param([(0.205, 0.05)] * 20, 0.2, [], id="the gap exceeds the usual one by this in total"),
+        pytest.param([(0.5, 0.05)] * 20, None, [], id="the usual gap at stock is unknown"),
+    ],
+)
+def test_the_time_that_low_clocks_add_to_gaps_counts(
+    gaps: list[tuple[float, float]], usual_gap_s: float | None, violated: list[int]
+) -> None:
+    """Gaps as (time, part explained by low clocks), between iterations within their prediction."""
     guard = knowing(0.0)
-    return [
-        number
-        for number, (gap_s, slowed_s) in enumerate(gaps)
-        if guard.judge(
-            replace(iteration(number, 1.0), gap_time_s=gap_s, gap_slowed_time_s=slowed_s),
-            PREDICTED_S,
-            0.9,
-            baseline_gap_time_s,
-        )
-        is not None
-    ]
-
-
-def test_an_evaluation_at_stock_violates_no_prediction() -> None:
-    assert violated_by_gaps([(0.2, 0.008), (5.0, 0.008)] * 20) == []
-    assert violated_by_gaps([(5.0, 0.0)] * 20) == []
-
-
-def test_time_that_low_clocks_add_to_gaps_counts() -> None:
-    assert violated_by_gaps([(0.23, 0.05)] * 5) == [4]
-    assert violated_by_gaps([(0.5, 0.02)] * 5) == [4]
-    assert violated_by_gaps([(0.23, 0.005)] * 20) == [], "low clocks explain at most this part"
-    assert violated_by_gaps([(0.205, 0.05)] * 20) == [], "the gap exceeds the usual one by this in total"
-    assert violated_by_gaps([(0.5, 0.05)] * 20, None) == [], "the usual gap at stock is unknown"
+    found = []
+    for number, (gap_s, slowed_s) in enumerate(gaps):
+        with_gap = replace(iteration(number, 1.0), gap_time_s=gap_s, gap_slowed_time_s=slowed_s)
+        if guard.judge(with_gap, PREDICTED_S, 0.9, usual_gap_s) is not None:
+            found.append(number)
+    assert found == violated
 
 
 def test_the_details_name_the_times() -> None:
@@ -137,48 +120,3 @@ def test_other_plans_and_irregular_iterations_do_not_count() -> None:
         mixed = iteration(number, 1.1, version=number // 4)
         assert guard.judge(mixed, PREDICTED_S, 0.9) is None
         assert guard.judge(replace(mixed, is_regular=False), PREDICTED_S, 0.9) is None
-
-
-def watch(scales: dict[tuple[int, int], float], count: int = 16) -> DriftWatch:
-    """Return a watch with every rank at 1200 MHz, its times scaled by (pipeline, stage)."""
-    found = DriftWatch(SHAPE)
-    for place in SHAPE.all_coordinates():
-        reported = estimate(SCHEDULE.orders[place.stage], 1, 3, 1200)
-        scale = scales.get((place.pipeline, place.stage), 1.0)
-        samples = tuple(
-            replace(sample, time_s=sample.time_s * scale, computation_count=count)
-            for sample in reported.samples
-        )
-        found.take_estimate(Coordinates(place.pipeline, place.stage, 0), replace(reported, samples=samples))
-    return found
-
-
-def check(found: DriftWatch) -> Drift | None:
-    return found.check(PROBLEM, MEASURED, ignored=())
-
-
-def test_a_difference_on_all_pipelines_is_drift_and_on_one_is_not() -> None:
-    assert check(watch({})) is None
-    assert check(watch({(0, 1): 1.3})) is None
-    drift = check(watch({(pipeline, 1): 1.05 for pipeline in range(3)}))
-    assert drift is not None
-    assert drift.worst[:2] == (1, 1200)
-    assert abs(drift.worst_ratio - 1.05) < 1e-9
-    assert len(drift.times_s) == 4
-
-
-def test_an_interpolated_clock_has_a_tighter_tolerance() -> None:
-    slightly = {(pipeline, 1): 1.015 for pipeline in range(3)}
-    assert check(watch(slightly)) is None
-    assert watch(slightly).check(PROBLEM, MEASURED - {(1, 1200)}, ignored=()) is not None
-
-
-def test_too_few_computations_do_not_count() -> None:
-    assert check(watch({(pipeline, 1): 2.0 for pipeline in range(3)}, count=4)) is None
-
-
-def test_a_check_is_due_after_every_block_under_the_same_plans() -> None:
-    found = DriftWatch(SHAPE)
-    due = [n for n in range(2 * BLOCK) if found.is_due((1, 1))]
-    assert due == [BLOCK - 1, 2 * BLOCK - 1]
-    assert not any(found.is_due((n, n)) for n in range(3 * BLOCK))

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from perseus.service.domain.commands import Announce, Command, SendOffer
 from perseus.service.domain.inputs import RankJoined
 from perseus.service.domain.model import (
@@ -21,10 +23,9 @@ from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.ranks.rank_table import RankTable
 from perseus.solver import Computation, Kind, Plan, PlannedComputation
 from perseus.v1 import event_pb2
+from tests.service.job.machine_bench import FIRST, FOURTH, SECOND, THIRD
 from tests.service.service_fakes import make_gpu, make_spec
 
-FIRST, SECOND = Coordinates(0, 0, 0), Coordinates(0, 1, 0)
-THIRD, FOURTH = Coordinates(1, 0, 0), Coordinates(1, 1, 0)
 ALL = (FIRST, SECOND, THIRD, FOURTH)
 
 
@@ -40,13 +41,15 @@ def plan(first_mhz: int, second_mhz: int, time_s: float = 1.0) -> PlannedClocks:
 class Bench:
     """A board and its ranks; `reconcile` returns the sent offers and the types of events."""
 
-    def __init__(self) -> None:
+    def __init__(self, *joined: Coordinates) -> None:
         spec = make_spec()
         self.buffer = CommandBuffer()
         self.ranks = RankTable(spec, 30.0, self.buffer)
         self.record = JobRecord(spec.policy)
         self.board = OfferBoard(self.record, spec.parallelism, self.ranks, self.buffer)
         self.events: list[event_pb2.JobEventType.ValueType] = []
+        for place in joined:
+            self.join(place)
 
     def join(self, place: Coordinates, in_force_version: int = NO_VERSION, iteration: int = 7) -> None:
         event = RankJoined(place, "agent", "host", make_gpu(place), iteration, "", 0, 0)
@@ -69,9 +72,7 @@ class Bench:
 
 def under(clocks: PlannedClocks) -> Bench:
     """Return a bench in which all ranks have their share of a plan in force, as version 1."""
-    bench = Bench()
-    for place in ALL:
-        bench.join(place)
+    bench = Bench(*ALL)
     bench.board.set_desired(range(2), clocks)
     bench.reconcile()
     bench.follow(*ALL)
@@ -136,9 +137,7 @@ def test_a_late_offer_is_postponed_for_the_ranks_without_it() -> None:
 
 
 def test_a_stage_that_stays_at_stock_gets_an_offer_only_if_other_clocks_are_in_force() -> None:
-    bench = Bench()
-    for place in ALL:
-        bench.join(place)
+    bench = Bench(*ALL)
     held = HoldClocks((1400, STOCK_MHZ))
     bench.board.set_desired([0], held)
     assert bench.reconcile() == [SendOffer(FIRST, "agent", Offer(1, 9, held))]
@@ -163,50 +162,48 @@ def test_shares_of_the_same_clocks_are_equal() -> None:
     assert stage_clocks(plan(1400, 0), 1) == stage_clocks(STOCK, 0) == stage_clocks(HoldClocks((900, 0)), 1)
 
 
-def test_an_urgent_offer_is_marked_for_all_ranks_of_the_stages_that_change() -> None:
-    bench = under(plan(1400, 1000))
-    slower = plan(900, 1000, 2.0)
-    bench.board.set_desired([0], slower, is_urgent=True)
+FASTER, SLOWER, OTHER = plan(1400, 1000), plan(900, 1000, 2.0), plan(1100, 1000, 1.5)
+Wanted = tuple[PlannedClocks, bool]
+"""Clocks, and whether they are urgent."""
 
-    assert bench.reconcile() == [SendOffer(FIRST, "agent", Offer(2, 9, slower, is_urgent=True))]
-    assert bench.board.is_urgent
+
+@pytest.mark.parametrize(
+    ("earlier", "wanted", "offer"),
+    [
+        pytest.param(
+            [], (SLOWER, True), Offer(2, 9, SLOWER, is_urgent=True), id="for the stage that changes"
+        ),
+        pytest.param(
+            [(SLOWER, True)],
+            (OTHER, False),
+            Offer(3, 9, OTHER, is_urgent=True),
+            id="as it replaces an urgent one that is not in force",
+        ),
+        pytest.param(
+            [(SLOWER, False)],
+            (SLOWER, True),
+            Offer(2, 9, SLOWER, is_urgent=True),
+            id="as it became urgent",
+        ),
+        pytest.param([], (FASTER, True), None, id="but not for the clocks in force"),
+    ],
+)
+def test_an_offer_is_urgent(earlier: list[Wanted], wanted: Wanted, offer: Offer | None) -> None:
+    bench = under(FASTER)
+    for clocks, is_urgent in earlier:
+        bench.board.set_desired([0], clocks, is_urgent=is_urgent)
+        bench.reconcile()
+    bench.board.set_desired([0], wanted[0], is_urgent=wanted[1])
+    assert bench.reconcile() == ([] if offer is None else [SendOffer(FIRST, "agent", offer)])
+    assert bench.board.is_urgent is (offer is not None)
     bench.follow(FIRST)
     bench.reconcile()
     assert not bench.board.is_urgent
-
-
-def test_the_replacement_of_an_urgent_offer_not_in_force_is_urgent() -> None:
-    bench = under(plan(1400, 1000))
-    bench.board.set_desired([0], plan(900, 1000, 2.0), is_urgent=True)
-    bench.reconcile()
-    other = plan(1100, 1000, 1.5)
-    bench.board.set_desired([0], other)
-
-    assert bench.reconcile() == [SendOffer(FIRST, "agent", Offer(3, 9, other, is_urgent=True))]
-    bench.follow(FIRST)
-    bench.reconcile()
-    bench.board.set_desired([0], plan(1400, 1000))
+    following = plan(1200, 1000)
+    bench.board.set_desired([0], following)
     (sent,) = bench.reconcile()
     assert isinstance(sent, SendOffer)
-    assert not sent.offer.is_urgent
-
-
-def test_an_offer_for_later_becomes_urgent() -> None:
-    bench = under(plan(1400, 1000))
-    slower = plan(900, 1000, 2.0)
-    bench.board.set_desired([0], slower)
-    bench.reconcile()
-    bench.board.set_desired([0], slower, is_urgent=True)
-
-    assert bench.reconcile() == [SendOffer(FIRST, "agent", Offer(2, 9, slower, is_urgent=True))]
-
-
-def test_clocks_in_force_are_not_offered_as_urgent() -> None:
-    bench = under(plan(1400, 1000))
-    bench.board.set_desired(range(2), plan(1400, 1000), is_urgent=True)
-
-    assert bench.reconcile() == []
-    assert not bench.board.is_urgent
+    assert (sent.offer.clocks, sent.offer.is_urgent) == (following, False)
 
 
 def test_stock_under_a_max_clock_differs_from_stock() -> None:

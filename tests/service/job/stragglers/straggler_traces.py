@@ -27,18 +27,20 @@ _KINDS = {"forward-compute": Kind.FORWARD, "backward-compute": Kind.BACKWARD}
 class Trace:
     """The computations of the ranks; a trace has one tensor-parallel rank of each stage.
 
-    `durations_s` and `begins_s` have the shape (steps, pipelines, computations), with the computations stage
-    by stage in the order of the schedule. `steps` are the job's own numbers, which have gaps.
+    `durations_s` has the shape (steps, pipelines, computations), with the computations stage by stage in the
+    order of the schedule.
     """
 
     schedule: Schedule
-    steps: tuple[int, ...]
-    begins_s: Array
     durations_s: Array
 
     @property
     def pipeline_count(self) -> int:
         return int(self.durations_s.shape[1])
+
+    @property
+    def step_count(self) -> int:
+        return len(self.durations_s)
 
     @property
     def microbatch_count(self) -> int:
@@ -53,8 +55,7 @@ class Trace:
         return np.array([graph.spans_s(step_s.T) for step_s in laid_out_s])
 
     def only(self, pipelines: Sequence[int]) -> "Trace":
-        chosen = list(pipelines)
-        return Trace(self.schedule, self.steps, self.begins_s[:, chosen], self.durations_s[:, chosen])
+        return Trace(self.schedule, self.durations_s[:, list(pipelines)])
 
     def milder(self, factor: float, *, is_uniform: bool) -> "Trace":
         """Scale AR's straggler down, until its mean span is `factor` times that of its peers.
@@ -73,7 +74,7 @@ class Trace:
             share = (minimum + maximum) / 2
             durations_s = self.durations_s.copy()
             durations_s[:, pipeline, at_stage] = floor_s + share * (own_s - floor_s)
-            scaled = Trace(self.schedule, self.steps, self.begins_s, durations_s)
+            scaled = Trace(self.schedule, durations_s)
             if scaled.only([pipeline]).spans_s().mean() > factor * peers_mean_s:
                 maximum = share
             else:
@@ -110,8 +111,7 @@ def load(name: str) -> Trace:
             )
         ],
     )
-    begins_s, durations_s = (np.full((len(steps), pipelines, len(place)), np.nan) for _ in range(2))
-    begins_s[rows] = column("start_ts")
+    durations_s = np.full((len(steps), pipelines, len(place)), np.nan)
     durations_s[rows] = column("duration")
     assert not np.isnan(durations_s).any(), "every computation of every step is there"
-    return Trace(schedule, tuple(steps.tolist()), begins_s, durations_s)
+    return Trace(schedule, durations_s)

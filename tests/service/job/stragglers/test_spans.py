@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.domain.specification import Coordinates, Parallelism
-from perseus.service.domain.telemetry import KINDS, ComputationColumns, IterationColumns, TelemetryBatch
-from perseus.service.job.stragglers.spans import SpanCollector, SpanGraph
+from perseus.service.job.stragglers.spans import IterationSpans, SpanCollector, SpanGraph
 from perseus.solver import Computation, Kind, Schedule, gpipe, one_forward_one_backward
+from tests.service.service_fakes import batch
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 
@@ -62,203 +62,168 @@ def test_the_compiled_replay_equals_the_plain_one(schedule: Schedule, data: st.D
 SCHEDULE = one_forward_one_backward(2, 3)
 
 
-def batch(
-    rows: Sequence[tuple[Computation, float]], iteration: int = 0, clock_event_reasons: int = 0
-) -> TelemetryBatch:
-    count = len(rows)
-    return TelemetryBatch(
-        sequence=1,
-        iterations=IterationColumns(
-            [iteration],
-            [0],
-            [1.0],
-            [1.0],
-            [True],
-            [clock_event_reasons],
-        ),
-        computations=ComputationColumns(
-            [iteration] * count,
-            [KINDS.index(c.kind) for c, _ in rows],
-            [c.microbatch for c, _ in rows],
-            [c.chunk for c, _ in rows],
-            [0.0] * count,
-            [time_s for _, time_s in rows],
-            [0] * count,
-        ),
-        energy=None,
-        dropped_batch_count=0,
-    )
-
-
 def order_rows(
     stage: int, forward_s: float = 1.0, backward_s: float = 2.0
 ) -> list[tuple[Computation, float]]:
     return [(c, forward_s if c.kind is F else backward_s) for c in SCHEDULE.orders[stage]]
 
 
-def collector(pipelines: int = 2, tensors: int = 1) -> SpanCollector:
-    return SpanCollector(SCHEDULE, Parallelism(pipelines, 2, tensors))
+class Bench:
+    """A collector, and the ranks' reports of an iteration."""
 
+    def __init__(self, pipelines: int = 2, tensors: int = 1) -> None:
+        self.collector = SpanCollector(SCHEDULE, Parallelism(pipelines, 2, tensors))
+        self.pipelines = pipelines
 
-def fill(found: SpanCollector, iteration: int = 0, pipelines: int = 2) -> None:
-    for pipeline in range(pipelines):
-        for stage in (0, 1):
-            found.add(Coordinates(pipeline, stage, 0), batch(order_rows(stage), iteration))
+    def fill(self, iteration: int = 0) -> "Bench":
+        for pipeline in range(self.pipelines):
+            for stage in (0, 1):
+                self.add(pipeline, stage, order_rows(stage), iteration)
+        return self
+
+    def add(
+        self,
+        pipeline: int,
+        stage: int,
+        rows: Sequence[tuple[Computation, float]] = (),
+        iteration: int = 0,
+        *,
+        tensor: int = 0,
+        reasons: int = 0,
+        work: Sequence[float] = (),
+    ) -> None:
+        reported = batch(1, [iteration], 0, 1.0, order=[computation for computation, _ in rows])
+        computations = reported.computations._replace(duration_s=[time_s for _, time_s in rows])
+        iterations = reported.iterations._replace(clock_event_reasons=[reasons], relative_work=work)
+        reported = reported._replace(iterations=iterations, computations=computations)
+        self.collector.add(Coordinates(pipeline, stage, tensor), reported)
+
+    def take(self, *versions: int, iteration: int = 0) -> IterationSpans:
+        spans = self.collector.take(iteration, versions or (0,) * self.pipelines)
+        assert spans is not None
+        return spans
 
 
 UNIFORM_S = plain_span_s(SCHEDULE, {c: 1.0 if c.kind is F else 2.0 for c in SCHEDULE.computations})
 
 
 def test_spans_come_from_durations_alone() -> None:
-    some = collector()
-    fill(some)
-    spans = some.take(0, (0, 0))
-    assert spans is not None
+    bench = Bench().fill()
+    spans = bench.take()
     assert spans.spans_s.tolist() == [UNIFORM_S, UNIFORM_S]
     assert np.isnan(spans.planned_s).all()
     assert spans.clock_event_reasons.tolist() == [0, 0]
-    assert some.take(0, (0, 0)) is None, "taken"
-
-
-def with_work(reported: TelemetryBatch, relative_work: list[float]) -> TelemetryBatch:
-    return reported._replace(iterations=reported.iterations._replace(relative_work=relative_work))
+    assert bench.collector.take(0, (0, 0)) is None, "taken"
 
 
 def test_a_pipelines_work_is_the_largest_report_of_its_ranks_and_1_without_one() -> None:
-    some = collector(pipelines=3)
-    fill(some, pipelines=3)
-    some.add(Coordinates(0, 0, 0), with_work(batch([]), [0.8]))
-    some.add(Coordinates(0, 1, 0), with_work(batch([]), [1.25]))
-    some.add(Coordinates(0, 1, 0), with_work(batch([]), []))
-    some.add(Coordinates(1, 0, 0), with_work(batch([]), [0.0]))
-    spans = some.take(0, (0, 0, 0))
-    assert spans is not None
-    assert isinstance(spans.relative_work, np.ndarray)
-    assert spans.relative_work.tolist() == [1.25, 1.0, 1.0]
+    bench = Bench(pipelines=3).fill()
+    for pipeline, stage, work in ((0, 0, [0.8]), (0, 1, [1.25]), (0, 1, []), (1, 0, [0.0])):
+        bench.add(pipeline, stage, work=work)
+    spans = bench.take()
+    assert np.array(spans.relative_work).tolist() == [1.25, 1.0, 1.0]
     assert spans.spans_s.tolist() == [UNIFORM_S] * 3, "spans stay as measured"
 
 
 def test_work_belongs_to_the_iteration_that_it_was_reported_for() -> None:
-    some = collector()
+    bench = Bench()
     for iteration, work in enumerate((2.0, 0.0)):
-        fill(some, iteration)
-        some.add(Coordinates(0, 0, 0), with_work(batch([], iteration), [work]))
+        bench.fill(iteration)
+        bench.add(0, 0, iteration=iteration, work=[work])
     for iteration, work in enumerate((2.0, 1.0)):
-        spans = some.take(iteration, (0, 0))
-        assert spans is not None
-        assert isinstance(spans.relative_work, np.ndarray)
-        assert spans.relative_work.tolist() == [work, 1.0]
+        assert np.array(bench.take(iteration=iteration).relative_work).tolist() == [work, 1.0]
 
 
-def test_the_backward_with_the_reduction_counts_with_the_median_of_its_peers() -> None:
-    some = collector()
-    fill(some)
-    last = [c for c in SCHEDULE.orders[0] if c.kind is B][-1]
-    some.add(Coordinates(1, 0, 0), batch([(last, 50.0)]))
-    spans = some.take(0, (0, 0))
-    assert spans is not None
-    assert spans.spans_s.tolist() == [UNIFORM_S, UNIFORM_S]
+FORWARDS = [c for c in SCHEDULE.orders[1] if c.kind is F]
+LAST_BACKWARD = [c for c in SCHEDULE.orders[0] if c.kind is B][-1]
+SLOW_S = plain_span_s(
+    SCHEDULE, {c: 4.0 if c in FORWARDS else 1.0 if c.kind is F else 2.0 for c in SCHEDULE.computations}
+)
 
 
-def test_the_median_of_its_peers_decides_how_long_a_computation_takes() -> None:
-    some = collector()
-    fill(some)
-    forwards = [c for c in SCHEDULE.orders[1] if c.kind is F]
-    some.add(Coordinates(0, 1, 0), batch([(forwards[0], 9.0)]))
-    some.add(Coordinates(1, 1, 0), batch([(c, 4.0) for c in forwards[:2]]))
-    spans = some.take(0, (0, 0))
-    assert spans is not None
-    slow_s = {c: 4.0 if c in forwards else 1.0 if c.kind is F else 2.0 for c in SCHEDULE.computations}
-    assert spans.spans_s.tolist() == [UNIFORM_S, plain_span_s(SCHEDULE, slow_s)]
+@pytest.mark.parametrize(
+    ("pipeline", "stage", "rows", "span_s"),
+    [
+        pytest.param(1, 0, [(LAST_BACKWARD, 50.0)], UNIFORM_S, id="the backward with the reduction"),
+        pytest.param(0, 1, [(FORWARDS[0], 9.0)], UNIFORM_S, id="a single computation"),
+        pytest.param(0, 1, [(c, 4.0) for c in FORWARDS[:2]], SLOW_S, id="most computations"),
+        pytest.param(
+            0,
+            0,
+            [
+                (Computation(0, F, 3), 99.0),
+                (Computation(0, F, 0, 9), 99.0),
+                (Computation(0, Kind.RECOMPUTATION, 0), 99.0),
+            ],
+            UNIFORM_S,
+            id="none outside the order",
+        ),
+    ],
+)
+def test_a_computation_counts_with_the_median_of_its_peers(
+    pipeline: int, stage: int, rows: list[tuple[Computation, float]], span_s: float
+) -> None:
+    bench = Bench().fill()
+    bench.add(pipeline, stage, rows)
+    spans_s = bench.take().spans_s.tolist()
+    assert (spans_s[pipeline], spans_s[1 - pipeline]) == (span_s, UNIFORM_S)
 
 
 def test_under_a_plan_peers_share_their_slowness_not_their_time() -> None:
-    some = collector(pipelines=1)
+    bench = Bench(pipelines=1)
     planned_s = {c: 1.0 + 0.1 * c.microbatch for c in SCHEDULE.computations}
-    some.expect(7, planned_s)
+    bench.collector.expect(7, planned_s)
     for stage, order in enumerate(SCHEDULE.orders):
-        some.add(Coordinates(0, stage, 0), batch([(c, 1.2 * planned_s[c]) for c in order]))
-    some.add(Coordinates(0, 0, 0), batch([(SCHEDULE.orders[0][0], 9.0)]))
-    spans = some.take(0, (7,))
-    assert spans is not None
+        bench.add(0, stage, [(c, 1.2 * planned_s[c]) for c in order])
+    bench.add(0, 0, [(SCHEDULE.orders[0][0], 9.0)])
+    spans = bench.take(7)
     assert spans.spans_s == pytest.approx(1.2 * spans.planned_s)
 
 
 def test_a_stage_is_as_slow_as_its_slowest_rank() -> None:
-    some = collector(pipelines=1, tensors=2)
+    bench = Bench(pipelines=1, tensors=2).fill()
     for stage in (0, 1):
-        some.add(Coordinates(0, stage, 0), batch(order_rows(stage, 2.0, 4.0)))
-        some.add(Coordinates(0, stage, 1), batch(order_rows(stage)))
-    spans = some.take(0, (0,))
-    assert spans is not None
-    assert spans.spans_s.tolist() == [2 * UNIFORM_S]
+        bench.add(0, stage, order_rows(stage, 2.0, 4.0), tensor=1)
+    assert bench.take().spans_s.tolist() == [2 * UNIFORM_S]
 
 
 def test_a_computation_that_is_missing_leaves_only_its_pipeline_unknown() -> None:
-    some = collector()
-    some.add(Coordinates(0, 0, 0), batch(order_rows(0)[1:]))
-    some.add(Coordinates(0, 1, 0), batch(order_rows(1)))
-    for stage in (0, 1):
-        some.add(Coordinates(1, stage, 0), batch(order_rows(stage)))
-    spans = some.take(0, (0, 0))
-    assert spans is not None
-    assert np.isnan(spans.spans_s).tolist() == [True, False]
+    bench = Bench()
+    for pipeline, stage in ((0, 1), (1, 0), (1, 1)):
+        bench.add(pipeline, stage, order_rows(stage))
+    bench.add(0, 0, order_rows(0)[1:])
+    assert np.isnan(bench.take().spans_s).tolist() == [True, False]
 
 
-def test_computations_outside_the_order_are_ignored() -> None:
-    some = collector()
-    fill(some)
-    strange = [Computation(0, F, 3), Computation(0, F, 0, 9), Computation(0, Kind.RECOMPUTATION, 0)]
-    some.add(Coordinates(0, 0, 0), batch([(c, 99.0) for c in strange]))
-    spans = some.take(0, (0, 0))
-    assert spans is not None
-    assert spans.spans_s.tolist() == [UNIFORM_S, UNIFORM_S]
-
-
-def test_a_plan_is_compared_by_the_version_that_the_iteration_ran_under() -> None:
-    some = collector()
+def test_a_plan_is_compared_by_the_version_that_the_iteration_ran_under_and_old_ones_are_forgotten() -> None:
+    bench = Bench(pipelines=3).fill()
     planned_s = {c: 1.5 if c.kind is F else 2.0 for c in SCHEDULE.computations}
-    some.expect(7, planned_s)
-    fill(some)
-    spans = some.take(0, (7, 8))
-    assert spans is not None
-    assert spans.planned_s[0] == plain_span_s(SCHEDULE, planned_s)
-    assert np.isnan(spans.planned_s[1])
-
-
-def test_old_plans_are_forgotten() -> None:
-    some = collector()
     for version in range(1, 100):
-        some.expect(version, dict.fromkeys(SCHEDULE.computations, 1.0))
-    fill(some)
-    spans = some.take(0, (99, 1))
-    assert spans is not None
-    assert np.isnan(spans.planned_s).tolist() == [False, True]
+        bench.collector.expect(version, planned_s)
+    known_s, unknown_s, forgotten_s = bench.take(99, 100, 1).planned_s
+    assert known_s == plain_span_s(SCHEDULE, planned_s)
+    assert np.isnan([unknown_s, forgotten_s]).all()
 
 
 @pytest.mark.parametrize("version", [0, 7])
 def test_the_stage_that_fell_behind_is_named(version: int) -> None:
-    some = collector(pipelines=3)
-    some.expect(7, {c: 1.0 if c.kind is F else 2.0 for c in SCHEDULE.computations})
-    fill(some, pipelines=2)
-    some.add(Coordinates(2, 0, 0), batch(order_rows(0)))
-    some.add(Coordinates(2, 1, 0), batch(order_rows(1, 1.25, 2.5), clock_event_reasons=0x40))
-    spans = some.take(0, (version,) * 3)
-    assert spans is not None
-    assert spans.slowest_stages[2] == 1
-    assert spans.stage_ratios[2] == pytest.approx(1.25)
+    bench = Bench(pipelines=3).fill()
+    bench.collector.expect(7, {c: 1.0 if c.kind is F else 2.0 for c in SCHEDULE.computations})
+    bench.add(2, 1, order_rows(1, 1.25, 2.5), reasons=0x40)
+    spans = bench.take(version, version, version)
+    assert (spans.slowest_stages[2], spans.stage_ratios[2]) == (1, pytest.approx(1.25))
     assert spans.clock_event_reasons.tolist() == [0, 0, 0x40]
 
 
 def test_a_few_iterations_may_be_open_at_a_time() -> None:
-    some = collector()
+    bench = Bench()
     for iteration in range(6):
-        some.add(Coordinates(0, 0, 0), batch(order_rows(0), iteration))
-    assert some.take(5, (0, 0)) is None, "the newest made way"
+        bench.add(0, 0, order_rows(0), iteration)
+    assert bench.collector.take(5, (0, 0)) is None, "the newest made way"
     for iteration in range(6):
-        some.add(Coordinates(0, 0, 0), batch(order_rows(0), iteration))
-    assert some.take(3, (0, 0)) is not None
-    assert some.take(2, (0, 0)) is None, "a later one was taken"
-    some.add(Coordinates(0, 0, 0), batch(order_rows(0), 6))
-    some.restart()
-    assert some.take(6, (0, 0)) is None
+        bench.add(0, 0, order_rows(0), iteration)
+    bench.take(iteration=3)
+    assert bench.collector.take(2, (0, 0)) is None, "a later one was taken"
+    bench.add(0, 0, order_rows(0), 6)
+    bench.collector.restart()
+    assert bench.collector.take(6, (0, 0)) is None

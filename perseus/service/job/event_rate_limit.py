@@ -7,7 +7,7 @@ events of single ranks may not take its last quarter, which is reserved for even
 
 from perseus.v1 import event_pb2
 
-_MIN_CAPACITY = 1000
+MIN_CAPACITY = 1000
 _CAPACITY_PER_RANK = 64
 """Profiling a job completely causes about ten events per rank."""
 _REFILL_S = 3600.0
@@ -49,7 +49,7 @@ class EventRateLimit:
 
     def __init__(self, rank_count: int) -> None:
         self.dropped_count = 0
-        self._capacity = self._left = float(_MIN_CAPACITY + _CAPACITY_PER_RANK * rank_count)
+        self._capacity = self._left = float(MIN_CAPACITY + _CAPACITY_PER_RANK * rank_count)
         self._filled_s: float | None = None
 
     def fill(self, now_s: float) -> int:

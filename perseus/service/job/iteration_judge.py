@@ -33,7 +33,7 @@ _UNHEARD_COUNT = 10_000
 _FASTER = 2.0
 """Iterations may get this much faster at once."""
 
-_CONFIRMING_ITERATIONS = 200
+CONFIRMING_ITERATIONS = 200
 """Iterations under plans in which a wrong baseline would have shown."""
 
 
@@ -198,7 +198,7 @@ class IterationJudge:
             return False
         tolerance_percent = max(100 * run.rules.guard_tolerance, saving.slowdown_margin_percent)
         if saving.slowdown_percent >= -tolerance_percent:
-            if period.iteration_count >= _CONFIRMING_ITERATIONS:
+            if period.iteration_count >= CONFIRMING_ITERATIONS:
                 run.baseline.is_confirmed = True
             if period.iteration_count >= FORGIVING_ITERATIONS:
                 self._baseline_delay = RetryDelay()

@@ -8,12 +8,7 @@ from hypothesis import strategies as st
 
 from perseus.service.domain.bounds import check_range, check_size, check_text
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.telemetry import (
-    KINDS,
-    ComputationColumns,
-    Order,
-    TelemetryBatch,
-)
+from perseus.service.domain.telemetry import KINDS, ComputationColumns, Order, TelemetryBatch
 from perseus.solver import Computation, Kind, one_forward_one_backward
 from tests.service.service_fakes import batch
 

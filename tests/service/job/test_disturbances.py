@@ -5,16 +5,10 @@ from collections.abc import Callable
 import pytest
 
 from perseus.service.domain.commands import Store
-from perseus.service.domain.inputs import (
-    AgentLeft,
-    BaselineRequested,
-    ResumeRequested,
-    StragglerCleared,
-    StragglerReported,
-)
+from perseus.service.domain.inputs import AgentLeft, BaselineRequested, ResumeRequested, StragglerCleared
 from perseus.service.domain.ledger import UncomparedHours
 from perseus.service.domain.messages import NUMBERS
-from perseus.service.domain.model import JobState, Straggler
+from perseus.service.domain.model import JobState
 from perseus.service.domain.records import JobRecord
 from perseus.service.domain.stall import UNATTENDED_FALL_BACKS, StockReason, needs_person, next_step
 from perseus.service.job import iteration_judge
@@ -23,7 +17,9 @@ from perseus.service.job.iterations.iteration_log import report
 from perseus.service.job.planning import plan_watch
 from perseus.service.job.planning.plan_watch import MAX_SUSPECTED
 from perseus.service.job.retry_delay import INITIAL_DELAY_S, RetryDelay
+from perseus.service.job.stragglers.registry import StragglerRegistry
 from perseus.v1 import event_pb2
+from tests.service.job.machine_bench import straggler
 from tests.service.job.stragglers.straggler_cluster import TimedCluster
 from tests.service.job.truthful_cluster import TruthfulCluster
 from tests.service.service_fakes import CLOCKS_MHZ, Cluster, make_spec
@@ -40,22 +36,31 @@ def baseline_s(cluster: Cluster) -> float:
 # ---------------------------------------------------------------------- while the baseline is measured
 
 
-def report_straggler(cluster: TimedCluster) -> None:
+def slow(cluster: TimedCluster) -> None:
     cluster.slowdowns[0] = 1.45
-    cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.45)))
+
+
+def report_straggler(cluster: TimedCluster) -> None:
+    slow(cluster)
+    cluster.send(straggler(1.45))
 
 
 def heat(cluster: TimedCluster) -> None:
-    cluster.slowdowns[0], cluster.clock_event_reasons[0] = 1.45, 0x20
-
-
-def slow(cluster: TimedCluster) -> None:
-    cluster.slowdowns[0] = 1.45
+    slow(cluster)
+    cluster.clock_event_reasons[0] = 0x20
 
 
 def end(cluster: TimedCluster) -> None:
     cluster.slowdowns[0], cluster.clock_event_reasons[0] = 1.0, 0
     cluster.send(StragglerCleared(0))
+
+
+def heated() -> TimedCluster:
+    """Return a cluster whose baseline waits."""
+    cluster = TimedCluster(make_spec(pipelines=4))
+    cluster.join_all()
+    heat(cluster)
+    return cluster
 
 
 @pytest.mark.parametrize(
@@ -70,8 +75,7 @@ def test_the_baseline_waits_until_a_disturbance_has_passed(
     undisturbed_s = baseline_s(cluster)
     cluster.run(BLOCK)  # until the noise is known
     disturb(cluster)
-    cluster.machine.run.baseline.forget()
-    cluster.machine._lifecycle.enter(JobState.BASELINE, "of the test")
+    cluster.send(BaselineRequested("again"))
     cluster.run(BLOCK)
     cluster.expect(JobState.BASELINE)
     assert "once this has passed: pipeline 0 is slow" in cluster.job().state_reason
@@ -84,37 +88,26 @@ def test_the_baseline_waits_until_a_disturbance_has_passed(
     assert period.iteration_time_s == pytest.approx(undisturbed_s, rel=0.05), "disturbed ones do not count"
 
 
-def test_a_disturbance_that_lasts_belongs_to_the_job() -> None:
-    cluster = TimedCluster(make_spec(pipelines=4))
-    cluster.join_all()
-    heat(cluster)
-    cluster.run(BLOCK)
-    cluster.expect(JobState.BASELINE)
-    cluster.now_s += MAX_WAIT_S
-    cluster.run_until(JobState.PROFILING)
-
-
-@pytest.mark.parametrize("is_restarted", [False, True])
-def test_lost_ranks_and_restarts_do_not_lengthen_the_wait(*, is_restarted: bool) -> None:
-    cluster = TimedCluster(make_spec(pipelines=4))
-    cluster.join_all()
-    heat(cluster)
+@pytest.mark.parametrize("interruption", ["none", "a restart", "a lost agent"])
+def test_a_disturbance_that_lasts_belongs_to_the_job_and_nothing_prolongs_the_wait(
+    interruption: str,
+) -> None:
+    cluster = heated()
     for _ in range(2):
         cluster.run(BLOCK)
         cluster.expect(JobState.BASELINE)
-        if is_restarted:
+        if interruption == "a restart":
             cluster.restart()
-        else:
-            cluster.send(AgentLeft(next(iter(cluster.ranks.values())).instance_id))
+        elif interruption == "a lost agent":
+            cluster.send(AgentLeft("agent-0"))
         cluster.now_s += MAX_WAIT_S / 2
-        cluster.join_all()
+        if interruption != "none":
+            cluster.join_all()
     cluster.run_until(JobState.PROFILING)
 
 
 def test_heat_that_moves_changes_no_record_and_is_no_longer_shown_once_it_has_passed() -> None:
-    cluster = TimedCluster(make_spec(pipelines=4))
-    cluster.join_all()
-    heat(cluster)
+    cluster = heated()
     cluster.slowdowns[0] = 1.0
     cluster.run(1)
     before = len(cluster.history)
@@ -146,7 +139,7 @@ def test_a_gpu_that_stays_hot_is_not_waited_for_when_its_clocks_are_tried_again(
 def test_a_suspect_delays_the_baseline_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = TimedCluster(make_spec(pipelines=4))
     cluster.join_all()
-    monkeypatch.setattr(type(cluster.machine.run.stragglers), "suspects", property(lambda _: {2}))
+    monkeypatch.setattr(StragglerRegistry, "suspects", {2})
     cluster.run(MAX_SUSPECTED)
     cluster.expect(JobState.BASELINE)
     cluster.run(6)
@@ -228,7 +221,7 @@ def test_baselines_are_not_refuted_in_a_loop() -> None:
 def test_lighter_work_asks_for_a_new_baseline_and_leaves_what_the_old_one_has_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(iteration_judge, "_CONFIRMING_ITERATIONS", BLOCK)
+    monkeypatch.setattr(iteration_judge, "CONFIRMING_ITERATIONS", BLOCK)
     cluster = TruthfulCluster().plan()
     cluster.run(BLOCK + 10)
     cluster.work = lambda _stage: 0.95
@@ -256,19 +249,20 @@ def fall_back(cluster: TruthfulCluster) -> None:
     cluster.expect(JobState.STOCK)
 
 
-@pytest.mark.parametrize("is_restarted", [False, True])
-def test_a_job_is_tried_again_by_itself(*, is_restarted: bool) -> None:
+@pytest.mark.parametrize("restart_count", [0, 3])
+def test_a_job_is_tried_again_by_itself_and_restarts_do_not_lengthen_the_wait(restart_count: int) -> None:
     cluster = TruthfulCluster().plan()
     fall_back(cluster)
     assert cluster.machine.record.stock_reason is StockReason.UNEXPLAINED
     assert cluster.job().next_step.startswith("wait: it is tried again by itself")
     assert "after 30 min" in cluster.job().state_reason
-    if is_restarted:
+    for _ in range(restart_count):
+        cluster.now_s += (INITIAL_DELAY_S - 100) / restart_count
         cluster.restart()
         cluster.join_all()
     cluster.run(10)
     cluster.expect(JobState.STOCK)
-    cluster.now_s += INITIAL_DELAY_S
+    cluster.now_s += 100 if restart_count else INITIAL_DELAY_S
     cluster.run(1)
     cluster.expect(JobState.BASELINE)
     cluster.run_until(JobState.PLANNED)
@@ -276,18 +270,6 @@ def test_a_job_is_tried_again_by_itself(*, is_restarted: bool) -> None:
     assert "after 60 min" in cluster.job().state_reason
     cluster.send(ResumeRequested())
     assert cluster.machine.record.fall_back_count == 0
-
-
-def test_restarts_do_not_lengthen_the_wait_for_another_try() -> None:
-    cluster = TruthfulCluster().plan()
-    fall_back(cluster)
-    for _ in range(3):
-        cluster.now_s += INITIAL_DELAY_S / 3
-        cluster.expect(JobState.STOCK)
-        cluster.restart()
-        cluster.join_all()
-        cluster.run(1)
-    cluster.run_until(JobState.PLANNED)
 
 
 def test_a_plan_that_holds_ends_the_count_of_failed_tries(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,13 @@
 """Agents can't fill the store with events: excess events are dropped, counted and announced once."""
 
 from dataclasses import replace
-from typing import TypeVar
 
 from perseus.service.domain.inputs import AgentHeard, AgentLeft, FinishRequested, GpuErrorReported
-from perseus.service.domain.model import GpuErrorReason
-from perseus.service.domain.specification import Coordinates
-from perseus.service.job.event_rate_limit import _MIN_CAPACITY, EventRateLimit
-from perseus.service.job.ranks.rank_table import _MAX_GPU_ERRORS
+from perseus.service.domain.model import GpuErrorReason, JobState
+from perseus.service.job.event_rate_limit import MIN_CAPACITY, EventRateLimit
 from perseus.v1 import event_pb2, job_pb2
+from tests.service.job.machine_bench import FIRST, cluster_in
 from tests.service.service_fakes import Cluster, make_spec
-
-FIRST = Coordinates(0, 0, 0)
-
-E = TypeVar("E")
 
 
 def count_of(cluster: Cluster, kind: event_pb2.JobEventType.ValueType) -> int:
@@ -23,31 +17,28 @@ def count_of(cluster: Cluster, kind: event_pb2.JobEventType.ValueType) -> int:
 def test_a_bucket_empties_keeps_a_reserve_and_refills() -> None:
     budget = EventRateLimit(rank_count=0)
     budget.fill(0.0)
-    reported = sum(budget.take(event_pb2.JOB_EVENT_TYPE_RANK_CHANGED) for _ in range(2 * _MIN_CAPACITY))
-    assert reported == 3 * _MIN_CAPACITY // 4
+    reported = sum(budget.take(event_pb2.JOB_EVENT_TYPE_RANK_CHANGED) for _ in range(2 * MIN_CAPACITY))
+    assert reported == 3 * MIN_CAPACITY // 4
     assert budget.take(event_pb2.JOB_EVENT_TYPE_STALLED), "events of the whole job have a reserve"
     assert budget.take(event_pb2.JOB_EVENT_TYPE_POLICY_SET)
     assert budget.fill(60.0) == 0, "the flood is over once the bucket is half full"
-    assert budget.fill(3600.0) == 2 * _MIN_CAPACITY - reported
+    assert budget.fill(3600.0) == 2 * MIN_CAPACITY - reported
     assert budget.fill(3600.0) == 0
     assert budget.take(event_pb2.JOB_EVENT_TYPE_RANK_CHANGED)
     budget.fill(1e9)
-    assert (
-        sum(budget.take(event_pb2.JOB_EVENT_TYPE_STALLED) for _ in range(2 * _MIN_CAPACITY)) == _MIN_CAPACITY
-    )
+    assert sum(budget.take(event_pb2.JOB_EVENT_TYPE_STALLED) for _ in range(2 * MIN_CAPACITY)) == MIN_CAPACITY
 
 
 def test_a_job_whose_gpus_keep_failing_announces_the_flood_twice_and_drops_the_rest() -> None:
-    cluster = Cluster(make_spec())
-    cluster.join_all()
+    cluster = cluster_in(JobState.BASELINE)
     error = GpuErrorReported(FIRST, "GPU-0-0-0", GpuErrorReason.DRIVER_FAILED, "")
-    count = 5 * _MIN_CAPACITY
-    for number in range(count):
-        cluster.send(replace(error, message=f"hostile {number} " + "x" * 900))
+    count = 5 * MIN_CAPACITY
+    errors = [replace(error, message=f"hostile {number} " + "x" * 900) for number in range(count)]
+    for each in errors:
+        cluster.send(each)
     reported = count_of(cluster, event_pb2.JOB_EVENT_TYPE_GPU_ERROR)
-    assert reported < _MIN_CAPACITY * 2
+    assert reported < MIN_CAPACITY * 2
     assert [dropped.is_over for dropped in cluster.announced(event_pb2.EventsDropped)] == [False]
-    assert len(cluster.machine.run.ranks._gpu_errors) == _MAX_GPU_ERRORS
     cluster.now_s += 3600
     cluster.send(AgentHeard("agent-0"))
     cluster.send(AgentHeard("agent-0"))
@@ -56,6 +47,9 @@ def test_a_job_whose_gpus_keep_failing_announces_the_flood_twice_and_drops_the_r
     ]
     sequences = [event.sequence for event in cluster.events()]
     assert sequences == list(range(1, len(sequences) + 1)), "dropped events have no number"
+    for each, is_forgotten in ((errors[-1], False), (errors[0], True)):  # a bounded number is remembered
+        cluster.send(each)
+        assert count_of(cluster, event_pb2.JOB_EVENT_TYPE_GPU_ERROR) == reported + is_forgotten
 
 
 def test_an_agent_that_keeps_reconnecting_does_not_suppress_the_jobs_end() -> None:
@@ -64,6 +58,6 @@ def test_an_agent_that_keeps_reconnecting_does_not_suppress_the_jobs_end() -> No
         cluster.join_all()
         cluster.send(AgentLeft("agent-0"))
         cluster.send(AgentLeft("agent-1"))
-    assert count_of(cluster, event_pb2.JOB_EVENT_TYPE_RANK_CHANGED) < 2 * _MIN_CAPACITY
+    assert count_of(cluster, event_pb2.JOB_EVENT_TYPE_RANK_CHANGED) < 2 * MIN_CAPACITY
     cluster.send(FinishRequested())
     assert cluster.announced(event_pb2.StateChanged)[-1].after == job_pb2.JOB_STATE_FINISHED

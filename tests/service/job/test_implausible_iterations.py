@@ -2,6 +2,7 @@
 
 import re
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -13,17 +14,14 @@ from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.inputs import (
     AgentDisconnected,
     BudgetTargetSet,
-    OfferAnswered,
     PlanInForce,
     RankLeft,
-    StragglerReported,
     TelemetryArrived,
 )
-from perseus.service.domain.model import JobState, RankLeftReason, RefusalReason, Straggler
+from perseus.service.domain.model import JobState, RankLeftReason, RefusalReason
 from perseus.service.job.iterations.iteration_log import OPEN_LIMIT
 from perseus.service.job.rules import Rules
-from perseus.v1 import event_pb2
-from tests.service.job.machine_bench import FIRST, planned
+from tests.service.job.machine_bench import FIRST, answer, offers, planned, straggler
 from tests.service.service_fakes import EPOCH, Cluster, FakeRank, batch, make_spec
 
 FAR = 1_000_000
@@ -57,8 +55,10 @@ def expect_progress(cluster: Cluster, count: int = 20) -> None:
     assert max(cluster.planned_times_s()) > frontier.t_min_s
 
 
-def test_a_batch_far_ahead_is_refused_by_name_and_harms_nothing() -> None:
-    cluster = planned()
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_batch_far_ahead_is_refused_by_name_and_harms_nothing(comes_back: bool) -> None:
+    """Nor has its rank been lost when its agent comes back."""
+    cluster = planned(pipelines=4 if comes_back else 2)
     rank = cluster.ranks[FIRST]
     reached, before = rank.iteration, cluster.job(is_full=True)
     far = reached + 128 + 10_000
@@ -68,62 +68,53 @@ def test_a_batch_far_ahead_is_refused_by_name_and_harms_nothing() -> None:
     with pytest.raises(InvalidFieldError, match=re.escape(expected)):
         cluster.handle(claim(rank))
     assert cluster.job(is_full=True) == before
+    if comes_back:
+        cluster.send(AgentDisconnected(rank.instance_id))
+        for each in cluster.ranks.values():
+            if each.instance_id == rank.instance_id:
+                cluster.send(each.joined())
+        assert cluster.job().state == before.state
     expect_progress(cluster)
     assert cluster.machine.run.ranks[FIRST].iteration == rank.iteration, "where it is by its later batches"
 
 
-def test_a_rank_that_comes_back_after_a_claim_has_not_been_lost() -> None:
-    cluster = planned(pipelines=4)
-    rank = cluster.ranks[FIRST]
-    with pytest.raises(InvalidFieldError):
-        cluster.handle(claim(rank))
-    before = cluster.announced(event_pb2.StateChanged)
-    cluster.send(AgentDisconnected(rank.instance_id))
-    for each in cluster.ranks.values():
-        if each.instance_id == rank.instance_id:
-            cluster.send(each.joined())
-    assert cluster.announced(event_pb2.StateChanged) == before
-    expect_progress(cluster)
-
-
-def test_a_claim_before_the_others_tell_where_they_are_harms_nothing() -> None:
-    cluster = Cluster(make_spec())
-    cluster.join_all()
-    cluster.send(claim(cluster.ranks[FIRST]))
-    expect_progress(cluster)
-
-
-def test_a_claim_on_joining_harms_nothing() -> None:
-    cluster = Cluster(make_spec())
+def claim_on_joining(cluster: Cluster) -> None:
     for rank in cluster.ranks.values():
         cluster.send(replace(rank.joined(), iteration=FAR if rank.place == FIRST else -1))
-    expect_progress(cluster)
 
 
-@pytest.mark.parametrize("refusal", [None, RefusalReason.PAST_START])
-def test_a_claim_in_an_answer_harms_nothing(refusal: RefusalReason | None) -> None:
-    cluster = planned()
+def claim_before_the_others_tell_where_they_are(cluster: Cluster) -> None:
+    cluster.join_all()
+    cluster.send(claim(cluster.ranks[FIRST]))
+
+
+def claim_in_an_answer(cluster: Cluster) -> None:
+    cluster.join_all()
+    cluster.iterate_until(JobState.PLANNED)
+    cluster.iterate(3)
     rank = cluster.ranks[FIRST]
     version = rank.in_force.version
     cluster.send(PlanInForce(FIRST, rank.instance_id, EPOCH, version, FAR))
-    cluster.send(OfferAnswered(FIRST, rank.instance_id, EPOCH, version, refusal, "", FAR))
+    for refusal in (None, RefusalReason.PAST_START):
+        cluster.send(answer(cluster, FIRST, version, refusal, FAR))
+
+
+@pytest.mark.parametrize(
+    "claim_far", [claim_on_joining, claim_before_the_others_tell_where_they_are, claim_in_an_answer]
+)
+def test_a_claim_harms_nothing(claim_far: Callable[[Cluster], None]) -> None:
+    cluster = Cluster(make_spec())
+    claim_far(cluster)
     expect_progress(cluster)
 
 
 def test_a_rank_that_refuses_every_start_is_offered_its_clocks_once_an_iteration() -> None:
     cluster = planned()
-    cluster.handle(StragglerReported(Straggler(1, slowdown_factor=1.2)))
+    cluster.handle(straggler(pipeline=1))
     rank, own = cluster.ranks[FIRST], cluster.machine.run.offers
-    counts = []
     for _ in range(3):
-        offer = own.of_rank(FIRST)
-        answer = OfferAnswered(
-            FIRST, rank.instance_id, EPOCH, offer.version, RefusalReason.PAST_START, "", FAR
-        )
-        counts.append(
-            len([command for command in cluster.handle(answer) if type(command).__name__ == "SendOffer"])
-        )
-    assert counts == [0, 0, 0]
+        refusal = answer(cluster, FIRST, own.of_rank(FIRST).version, RefusalReason.PAST_START, FAR)
+        assert offers(cluster.handle(refusal)) == {}
     for each in cluster.ranks.values():
         each.begin()
         cluster.handle(each.end(0.8))
@@ -133,12 +124,11 @@ def test_a_rank_that_refuses_every_start_is_offered_its_clocks_once_an_iteration
 def test_a_start_that_a_rank_ahead_refuses_is_postponed_once_most_others_are_there() -> None:
     """Answers may overtake reports; and one rank is lost, so no iteration of the whole job comes to help."""
     cluster = planned(pipelines=4)
-    cluster.handle(StragglerReported(Straggler(1, slowdown_factor=1.2)))
+    cluster.handle(straggler(pipeline=1))
     rank, own = cluster.ranks[FIRST], cluster.machine.run.offers
     ahead = rank.iteration + 200
     offer = own.of_rank(FIRST)
-    refusal = RefusalReason.PAST_START, "", ahead
-    cluster.handle(OfferAnswered(FIRST, rank.instance_id, EPOCH, offer.version, *refusal))
+    cluster.handle(answer(cluster, FIRST, offer.version, RefusalReason.PAST_START, ahead))
     assert own.of_rank(FIRST) == offer, "as if it were a false claim"
     for each in list(cluster.ranks.values())[:-1]:
         cluster.handle(claim(each, ahead, 1))

@@ -7,25 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.api.paging import PAGE_BYTES
-from perseus.service.domain.commands import Announce
 from perseus.service.domain.errors import InvalidFieldError, PipelineOutOfRangeError
 from perseus.service.domain.inputs import (
-    AgentDisconnected,
     BaselineRequested,
     FinishRequested,
     PolicySet,
     RankLeft,
-    StragglerReported,
     TelemetryArrived,
 )
-from perseus.service.domain.model import (
-    JobState,
-    RankFilter,
-    RankLeftReason,
-    RankState,
-    Straggler,
-)
-from perseus.service.domain.specification import Coordinates, OperatingPolicy
+from perseus.service.domain.model import JobState, RankFilter, RankLeftReason, RankState
+from perseus.service.domain.specification import OperatingPolicy
 from perseus.service.domain.stall import StallReason, next_step
 from perseus.service.job import views
 from perseus.service.job.iterations.iteration_log import report
@@ -34,14 +25,8 @@ from perseus.service.job.ranks.rank_table import RankTable
 from perseus.service.job.rules import Rules
 from perseus.service.job.run import Run
 from perseus.v1 import event_pb2, job_pb2
+from tests.service.job.machine_bench import cluster_in, straggler
 from tests.service.service_fakes import EPOCH, START_S, Cluster, batch, make_spec
-
-
-def planned(pipelines: int = 3) -> Cluster:
-    cluster = Cluster(make_spec(pipelines=pipelines))
-    cluster.join_all()
-    cluster.iterate_until(JobState.PLANNED)
-    return cluster
 
 
 def test_a_new_job_states_what_it_waits_for() -> None:
@@ -59,36 +44,8 @@ def test_a_new_job_states_what_it_waits_for() -> None:
     assert (job.t_min_s, job.t_star_s, *planned_s) == (0, 0, 0, 0)
 
 
-def test_a_planned_job_shows_its_baseline_its_frontier_and_its_plans() -> None:
-    cluster = planned()
-    frontier = views.solved_frontier(cluster.machine.run)
-    view = cluster.job()
-    assert (view.state, view.state_reason) == (job_pb2.JOB_STATE_PLANNED, "the frontier is solved")
-    assert view.next_step == ""
-    # Each of six ranks reports 100 W.
-    assert view.baseline.iteration_time_s == pytest.approx(0.8)
-    assert view.baseline.energy_j == pytest.approx(6 * 80.0)
-    assert (view.t_min_s, view.t_star_s, view.t_slow_s) == (
-        frontier.t_min_s,
-        frontier.t_star_s,
-        frontier.t_slow_s,
-    )
-    assert view.min_planned_iteration_time_s == view.max_planned_iteration_time_s == frontier.t_min_s
-    assert view.profiled_clock_count == 6
-    assert view.last_event_sequence == max(
-        command.event.sequence for command in cluster.history if isinstance(command, Announce)
-    )
-
-    cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.2)))
-    view = cluster.job(is_full=True)
-    assert view.straggler_count == len(view.stragglers) == 1
-    assert view.min_planned_iteration_time_s == min(view.planned_iteration_time_s) == frontier.t_min_s
-    assert view.max_planned_iteration_time_s == max(view.planned_iteration_time_s) > frontier.t_min_s
-    assert views.without_details(view) == cluster.job()
-
-
 def test_a_baseline_that_is_measured_again_is_not_shown_before_it_is_complete() -> None:
-    cluster = planned()
+    cluster = cluster_in(JobState.PLANNED, pipelines=3)
     cluster.send(BaselineRequested("request"))
     assert cluster.machine.record.baseline is None
     assert cluster.job().max_planned_iteration_time_s == 0.0
@@ -97,7 +54,7 @@ def test_a_baseline_that_is_measured_again_is_not_shown_before_it_is_complete() 
 
 
 def test_the_power_of_lost_ranks_is_unknown_until_they_iterate_again() -> None:
-    cluster = planned()
+    cluster = cluster_in(JobState.PLANNED, pipelines=3)
     assert cluster.job().figures.power_w == pytest.approx(600.0)
     rank = next(iter(cluster.ranks.values()))
     cluster.send(RankLeft(rank.place, rank.instance_id, RankLeftReason.TRAINER_GONE))
@@ -112,9 +69,7 @@ def test_the_power_of_lost_ranks_is_unknown_until_they_iterate_again() -> None:
 
 
 def test_only_plans_save() -> None:
-    cluster = Cluster(make_spec())
-    cluster.join_all()
-    cluster.iterate_until(JobState.PROFILING)
+    cluster = cluster_in(JobState.PROFILING)
     cluster.iterate(4)
     *_, (_, compared) = report(cluster.machine.run.log.periods, 0)
     assert compared is not None, "the report compares it all the same"
@@ -124,26 +79,21 @@ def test_only_plans_save() -> None:
     assert not cluster.job().figures.HasField("saving"), "its last period is no plan's"
 
 
-def test_a_policy_that_no_plan_meets_is_noted_when_it_is_set_and_with_the_state() -> None:
-    cluster = planned()
-    cluster.send(PolicySet(OperatingPolicy(max_average_power_w=1.0)))
-    (news,) = [e for e in cluster.events() if e.type == event_pb2.JOB_EVENT_TYPE_POLICY_SET]
-    assert "; no plan meets the policy's 1 W a pipeline: " in news.message
+def test_a_policy_that_no_plan_meets_is_noted_where_it_is_solved_and_set_and_with_the_state() -> None:
+    policy = OperatingPolicy(max_average_power_w=1.0)
+    cluster = cluster_in(JobState.PLANNED, policy=policy)
+    cluster.send(PolicySet(OperatingPolicy()))
+    cluster.send(PolicySet(policy))
+    for kind in (event_pb2.JOB_EVENT_TYPE_SOLVED, event_pb2.JOB_EVENT_TYPE_POLICY_SET):
+        *_, news = [event.message for event in cluster.events() if event.type == kind]
+        assert "; no plan meets the policy's 1 W a pipeline: " in news
     assert cluster.job().state_reason.startswith("the frontier is solved; no plan meets the policy's 1 W")
     cluster.send(PolicySet(OperatingPolicy(5.0)))
     assert cluster.job().state_reason == "the frontier is solved"
 
 
-def test_a_policy_that_no_plan_meets_is_noted_once_the_frontier_is_solved() -> None:
-    cluster = Cluster(make_spec(policy=OperatingPolicy(max_average_power_w=1.0)))
-    cluster.join_all()
-    cluster.iterate_until(JobState.PLANNED)
-    (solved,) = [e for e in cluster.events() if e.type == event_pb2.JOB_EVENT_TYPE_SOLVED]
-    assert "; no plan meets the policy's 1 W a pipeline: " in solved.message
-
-
 def test_the_overhead_of_iterations_turns_planned_times_into_measured_ones() -> None:
-    cluster = planned()
+    cluster = cluster_in(JobState.PLANNED, pipelines=3)
     job = cluster.job()
     planned_s = job.max_planned_iteration_time_s + job.iteration_overhead_s
     assert planned_s == pytest.approx(job.figures.predicted_iteration_time_s)
@@ -157,26 +107,10 @@ def test_the_overhead_of_iterations_turns_planned_times_into_measured_ones() -> 
     assert restarted.iteration_overhead_s == job.iteration_overhead_s
 
 
-def test_the_registered_policy_stays_beside_the_one_in_force() -> None:
-    cluster = Cluster(make_spec(policy=OperatingPolicy(2.0)))
-    cluster.send(PolicySet(OperatingPolicy(7.0)))
-    assert cluster.machine.spec.policy == OperatingPolicy(2.0)
-    assert cluster.machine.record.policy == OperatingPolicy(7.0)
-
-
-def test_ranks_are_counted_in_each_state() -> None:
-    cluster = planned()
-    first = cluster.ranks[Coordinates(0, 0, 0)]
-    cluster.send(AgentDisconnected("agent-1"))
-    cluster.send(RankLeft(first.place, first.instance_id, RankLeftReason.FINISHED))
-    counts = {RankState.FINISHED: 1, RankState.CONNECTED: 3, RankState.DISCONNECTED: 2}
-    assert {state: count for state, count in cluster.machine.run.ranks.counts.items() if count} == counts
-
-
 def test_the_view_outlives_the_coordinator() -> None:
-    cluster = planned()
+    cluster = cluster_in(JobState.PLANNED, pipelines=3)
     cluster.iterate(3)
-    cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.2)))
+    cluster.send(straggler(pipeline=1))
     before, reported = cluster.job(is_full=True), list(report(cluster.machine.run.log.periods, 0))
     cluster.restart()
     cluster.join_all()
@@ -211,7 +145,7 @@ def test_the_view_outlives_the_coordinator() -> None:
 def test_neither_a_summary_nor_a_page_of_ranks_goes_over_the_whole_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cluster = planned()
+    cluster = cluster_in(JobState.PLANNED, pipelines=3)
 
     def refuse(_: object) -> None:
         raise AssertionError("all ranks or pipelines were gone over")
@@ -239,8 +173,8 @@ def largest(job: job_pb2.Job) -> job_pb2.Job:
 
 
 def test_a_summary_takes_a_few_hundred_bytes_for_any_size_of_job() -> None:
-    small = planned().job().ByteSize()
-    large = largest(planned(8).job()).ByteSize()
+    small = cluster_in(JobState.PLANNED, pipelines=3).job().ByteSize()
+    large = largest(cluster_in(JobState.PLANNED, pipelines=8).job()).ByteSize()
     assert small < 400
     assert large < 600
     # A page of 1,000 then takes half of a message's default limit.
@@ -267,22 +201,19 @@ def test_ranks_are_selected_by_state_pipeline_and_stage_from_any_place(
     places = list(cluster.ranks)
     for index in joined:
         cluster.handle(cluster.ranks[places[index % len(places)]].joined())
-    found = cluster.machine.run.ranks
+    ranks = cluster.machine.run.ranks
     for pipeline, stage in product(
         range(counts[0]) if has_pipeline else [None], range(counts[1]) if has_stage else [None]
     ):
         expected = [
-            (index, found[place])
+            (index, ranks[place])
             for index, place in enumerate(places)
             if index >= first
-            and (not states or found[place].state in states)
+            and (not states or ranks[place].state in states)
             and pipeline in (None, place.pipeline)
             and stage in (None, place.stage)
         ]
-        assert (
-            list(cluster.machine.run.ranks.select(RankFilter(frozenset(states), pipeline, stage), first))
-            == expected
-        )
+        assert list(ranks.select(RankFilter(frozenset(states), pipeline, stage), first)) == expected
 
 
 @pytest.mark.parametrize(
@@ -300,8 +231,7 @@ def test_a_place_outside_the_job_is_refused(wanted: RankFilter, error: type[Exce
 
 
 def test_a_baseline_that_every_rank_reports_at_once_is_kept() -> None:
-    cluster = Cluster(make_spec(pipelines=1))
-    cluster.join_all()
+    cluster = cluster_in(JobState.BASELINE, pipelines=1)
     for rank in cluster.ranks.values():
         reported = batch(1, range(4), 0, 0.8, order=rank.order)
         cluster.send(TelemetryArrived(rank.place, rank.instance_id, reported))

@@ -1,13 +1,16 @@
-"""The job's state machine by its exact commands, with the tests' own clock: ranks, leases and the end."""
+"""The job's state machine by its exact commands: ranks, leases, wrong and repeated inputs, the end."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from perseus.service.domain.commands import AcceptRank, EndStream, SendOffer
+from perseus.service.domain.commands import AcceptRank, SendOffer
 from perseus.service.domain.errors import (
     InvalidFieldError,
     JobFinishedError,
+    PipelineOutOfRangeError,
     RankAlreadyServedError,
     RankNotServedError,
     RankOutOfRangeError,
@@ -15,14 +18,16 @@ from perseus.service.domain.errors import (
 )
 from perseus.service.domain.inputs import (
     AgentDisconnected,
-    AgentHeard,
     AgentLeft,
+    BudgetTargetSet,
     EpochRenewed,
     FinishRequested,
+    Input,
+    MaxClockSet,
     PlanInForce,
     PolicySet,
-    RankJoined,
     RankLeft,
+    StragglerCleared,
     StragglerReported,
     TelemetryArrived,
     Tick,
@@ -45,75 +50,24 @@ from tests.service.job.machine_bench import (
     SECOND,
     THIRD,
     actions,
-    events,
+    cluster_in,
     measured_clocks_mhz,
     offers,
     planned,
+    straggler,
 )
-from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, Cluster, batch, estimate, make_spec
-
-
-def test_a_rank_that_joins_is_accepted_and_offered_nothing() -> None:
-    cluster = Cluster(make_spec())
-    commands = cluster.handle(cluster.ranks[FIRST].joined())
-    assert actions(commands) == [AcceptRank(FIRST, "agent-0")]
-    assert events(commands) == [event_pb2.JOB_EVENT_TYPE_RANK_CHANGED]
-    cluster.expect(JobState.WAITING)
-
-
-def test_the_last_rank_to_join_begins_the_baseline() -> None:
-    cluster = Cluster(make_spec())
-    for place in (FIRST, SECOND, THIRD):
-        cluster.handle(cluster.ranks[place].joined())
-    commands = cluster.handle(cluster.ranks[FOURTH].joined())
-    assert actions(commands) == [AcceptRank(FOURTH, "agent-1")]
-    assert events(commands) == [event_pb2.JOB_EVENT_TYPE_RANK_CHANGED, event_pb2.JOB_EVENT_TYPE_STATE_CHANGED]
-    cluster.expect(JobState.BASELINE)
-
-
-def test_a_rank_with_a_plan_of_another_epoch_is_put_back_to_stock() -> None:
-    cluster = Cluster(make_spec())
-    rank = cluster.ranks[FIRST]
-    rank.in_force, rank.iteration = Offer(41, 0, STOCK), 10
-    commands = cluster.handle(rank.joined(in_force_epoch="another"))
-    assert actions(commands) == [
-        AcceptRank(FIRST, "agent-0"),
-        SendOffer(FIRST, "agent-0", Offer(1, 12, STOCK)),
-    ]
-    commands = cluster.handle(cluster.ranks[SECOND].joined())
-    assert actions(commands) == [AcceptRank(SECOND, "agent-0")]
-
-
-def test_a_version_above_all_known_ones_was_lost_and_is_never_reused() -> None:
-    cluster = Cluster(make_spec())
-    rank = cluster.ranks[FIRST]
-    rank.in_force, rank.iteration = Offer(41, 0, STOCK), 10
-    commands = cluster.handle(rank.joined())
-    assert actions(commands) == [
-        AcceptRank(FIRST, "agent-0"),
-        SendOffer(FIRST, "agent-0", Offer(42, 12, STOCK)),
-    ]
-
-
-def test_an_impossible_version_is_put_back_and_costs_no_versions() -> None:
-    cluster = Cluster(make_spec())
-    rank = cluster.ranks[FIRST]
-    rank.in_force, rank.iteration = Offer(2**53, 0, STOCK), 10
-    commands = cluster.handle(rank.joined())
-    assert actions(commands)[1:] == [SendOffer(FIRST, "agent-0", Offer(1, 12, STOCK))]
+from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, Cluster, FakeRank, batch, estimate, make_spec
 
 
 def test_a_new_epoch_leaves_out_the_versions_that_may_be_lost() -> None:
-    cluster = Cluster(make_spec())
-    cluster.join_all()
-    cluster.iterate_until(JobState.PROFILING)
+    cluster = cluster_in(JobState.PROFILING)
     before = cluster.machine.record.version
     commands = cluster.handle(EpochRenewed("new"))
     assert actions(commands) == []  # they are offered when they join again
     assert cluster.machine.record.version == before + LOST_VERSIONS
     cluster.handle(AgentDisconnected("agent-0"))
-    (_, *offers) = actions(cluster.handle(cluster.ranks[FIRST].joined()))
-    assert [offer.offer.version for offer in offers if isinstance(offer, SendOffer)] != []
+    commands = cluster.handle(cluster.ranks[FIRST].joined())
+    assert offers(commands) == {FIRST: cluster.machine.run.offers.of_rank(FIRST)}
     assert cluster.job().epoch == "new"
 
 
@@ -131,7 +85,7 @@ def test_a_rank_that_comes_back_with_its_plan_is_offered_nothing() -> None:
 def test_offers_wait_for_a_disconnected_rank() -> None:
     cluster = planned()
     cluster.handle(AgentDisconnected("agent-1"))
-    commands = cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.2)))
+    commands = cluster.handle(straggler())
     assert offers(commands) == {}
     commands = cluster.handle(cluster.ranks[THIRD].joined())
     (accepted, sent) = actions(commands)
@@ -156,29 +110,8 @@ def test_another_instance_is_refused_until_the_lease_has_run_out() -> None:
     assert AcceptRank(FIRST, "other") in cluster.handle(other)
 
 
-def test_a_lost_rank_puts_the_others_to_stock_and_its_return_back_to_the_plan() -> None:
-    cluster = planned()
-    plan = cluster.ranks[FIRST].in_force
-    left = RankLeft(FIRST, "agent-0", RankLeftReason.TRAINER_GONE)
-    commands = cluster.handle(left)
-    cluster.expect(JobState.WAITING)
-    assert set(offers(commands)) == {SECOND, THIRD, FOURTH}
-    assert {offer.clocks for offer in offers(commands).values()} == {STOCK}
-    cluster.carry_out(commands)
-
-    for rank in cluster.ranks.values():
-        rank.iteration, rank.in_force, rank.pending = 5, Offer(0, 0, STOCK), None
-        cluster.carry_out(cluster.handle(rank.joined()))
-    cluster.expect(JobState.PLANNED)
-    cluster.iterate(4)
-    assert cluster.ranks[FIRST].in_force.clocks == plan.clocks
-    assert cluster.ranks[FIRST].in_force.version > plan.version
-    assert [period.state for period in cluster.machine.run.log.periods][-1] is JobState.PLANNED
-
-
 def test_a_rank_lost_while_profiling_keeps_the_clocks_measured_so_far() -> None:
-    cluster = Cluster(make_spec())
-    cluster.join_all()
+    cluster = cluster_in(JobState.BASELINE)
     cluster.iterate(12)
     measured = measured_clocks_mhz(cluster)
     held = cluster.machine.run.offers[0].clocks
@@ -191,19 +124,6 @@ def test_a_rank_lost_while_profiling_keeps_the_clocks_measured_so_far() -> None:
     cluster.expect(JobState.PROFILING)
     assert measured_clocks_mhz(cluster) == measured
     assert offers(commands)[FIRST].clocks == held
-
-
-def test_a_silent_agent_is_lost_and_its_stream_ended() -> None:
-    cluster = planned()
-    lease_end_s = cluster.now_s + cluster.rules.lease_s
-    cluster.now_s = lease_end_s - 1
-    cluster.handle(AgentHeard("agent-1"))
-    assert cluster.machine.run.next_deadline_s() == lease_end_s
-    cluster.now_s = lease_end_s
-    commands = cluster.handle(Tick())
-    assert EndStream("agent-0") in commands
-    assert EndStream("agent-1") not in commands
-    assert cluster.rank_states() == [RankState.LOST] * 2 + [RankState.CONNECTED] * 2
 
 
 def test_messages_of_a_replaced_agent_are_ignored_and_its_telemetry_is_refused() -> None:
@@ -225,21 +145,8 @@ def test_telemetry_of_an_earlier_trainer_does_not_count_for_the_next_one() -> No
         cluster.handle(rank.joined())
     with pytest.raises(TelemetryOutdatedError):
         cluster.handle(late)
-    commands = cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.2)))
+    commands = cluster.handle(straggler())
     assert {offer.start_iteration for offer in offers(commands).values()} == {1}
-
-
-def test_the_job_ends_when_all_ranks_are_done() -> None:
-    cluster = planned()
-    for place, rank in cluster.ranks.items():
-        cluster.expect(JobState.PLANNED)
-        commands = cluster.handle(RankLeft(place, rank.instance_id, RankLeftReason.FINISHED))
-        assert offers(commands) == {}
-    cluster.expect(JobState.FINISHED)
-    assert events(commands) == [
-        event_pb2.JOB_EVENT_TYPE_RANK_CHANGED,
-        event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
-    ], "no rank is left to send it to"
 
 
 def test_ending_a_job_puts_every_rank_to_stock_and_refuses_later_inputs() -> None:
@@ -248,37 +155,102 @@ def test_ending_a_job_puts_every_rank_to_stock_and_refuses_later_inputs() -> Non
     commands = cluster.handle(FinishRequested())
     assert {(offer.version, offer.clocks) for offer in offers(commands).values()} == {(version + 1, STOCK)}
     assert len(offers(commands)) == 4
-    assert cluster.handle(FinishRequested()) == []
-    refused: list[RankJoined | StragglerReported | PolicySet] = [
+    refused: list[Input] = [
         cluster.ranks[FIRST].joined(),
-        StragglerReported(Straggler(0, slowdown_factor=2.0)),
+        straggler(),
         PolicySet(OperatingPolicy(5)),
+        BudgetTargetSet(1.0, is_urgent=True),
     ]
     for event in refused:
         with pytest.raises(JobFinishedError):
             cluster.handle(event)
 
 
-def test_a_rank_outside_the_job_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("version", "epoch", "put_back"),
+    [
+        pytest.param(41, "another", 1, id="of another epoch"),
+        pytest.param(41, EPOCH, 42, id="above all known ones: it was lost, and is never reused"),
+        pytest.param(2**53, EPOCH, 1, id="impossible: it costs no versions"),
+    ],
+)
+def test_a_rank_with_an_unknown_plan_is_put_back_to_stock(version: int, epoch: str, put_back: int) -> None:
     cluster = Cluster(make_spec())
-    event = replace(cluster.ranks[FIRST].joined(), rank=Coordinates(0, 2, 0))
-    with pytest.raises(RankOutOfRangeError):
-        cluster.handle(event)
-
-
-def test_telemetry_at_an_unknown_clock_is_refused_and_not_counted() -> None:
-    cluster = planned()
     rank = cluster.ranks[FIRST]
-    before = cluster.job(is_full=True)
-    odd = batch(99, [rank.iteration + 1], 1, 0.8, order=rank.order, clock_mhz=1234)
-    with pytest.raises(InvalidFieldError, match="1234"):
-        cluster.handle(TelemetryArrived(FIRST, "agent-0", odd))
-    assert cluster.job(is_full=True) == before
+    rank.in_force, rank.iteration = Offer(version, 0, STOCK), 10
+    assert actions(cluster.handle(rank.joined(in_force_epoch=epoch))) == [
+        AcceptRank(FIRST, "agent-0"),
+        SendOffer(FIRST, "agent-0", Offer(put_back, 12, STOCK)),
+    ]
+    assert actions(cluster.handle(cluster.ranks[SECOND].joined())) == [AcceptRank(SECOND, "agent-0")]
 
 
-def test_energy_of_an_unknown_chunk_is_refused() -> None:
+def impossible_inputs(rank: FakeRank) -> Iterator[tuple[Input, type[Exception], str]]:
+    yield replace(rank.joined(), rank=Coordinates(0, 2, 0)), RankOutOfRangeError, ""
+    at_unknown_clock = batch(99, [rank.iteration + 1], 1, 0.8, order=rank.order, clock_mhz=1234)
+    yield TelemetryArrived(FIRST, "agent-0", at_unknown_clock), InvalidFieldError, "1234"
+    energy = estimate(rank.order, 1, 3, 1400)
+    of_unknown_chunk = replace(energy, samples=(replace(energy.samples[0], chunk=7),))
+    telemetry = batch(99, [], 1, 0.8, energy=of_unknown_chunk)
+    yield TelemetryArrived(FIRST, "agent-0", telemetry), InvalidFieldError, "chunk 7"
+    for slow in (
+        Straggler(0),
+        Straggler(0, slowdown_factor=0.99),
+        Straggler(0, slowdown_factor=math.nan),
+        Straggler(0, slowdown_factor=math.inf),
+        Straggler(0, iteration_time_s=math.nan),
+        Straggler(0, iteration_time_s=0.0),
+        Straggler(0, iteration_time_s=-1.0),
+    ):
+        yield StragglerReported(slow), InvalidFieldError, ""
+    for of_unknown_pipeline in (StragglerReported(Straggler(2, slowdown_factor=1.5)), StragglerCleared(-1)):
+        yield of_unknown_pipeline, PipelineOutOfRangeError, ""
+    for clock_mhz in (0, -900):
+        yield MaxClockSet(clock_mhz), InvalidFieldError, "max_clock_mhz"
+    for target_time_s in (math.nan, 0.0, -1.0, math.inf):
+        yield BudgetTargetSet(target_time_s, is_urgent=True), InvalidFieldError, "target_time_s"
+
+
+def test_an_impossible_input_is_refused_and_changes_nothing() -> None:
     cluster = planned()
-    sample = estimate(cluster.ranks[FIRST].order, 1, 3, 1400)
-    odd = replace(sample, samples=(replace(sample.samples[0], chunk=7),))
-    with pytest.raises(InvalidFieldError, match="chunk 7"):
-        cluster.handle(TelemetryArrived(FIRST, "agent-0", batch(99, [], 1, 0.8, energy=odd)))
+    before = cluster.job(is_full=True)
+    for event, error, text in impossible_inputs(cluster.ranks[FIRST]):
+        with pytest.raises(error, match=text or None):
+            cluster.handle(event)
+        assert cluster.job(is_full=True) == before, event
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        straggler(),
+        PolicySet(OperatingPolicy(5.0)),
+        MaxClockSet(1000),
+        BudgetTargetSet(1.0, is_urgent=True),
+        FinishRequested(),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_the_same_input_again_changes_nothing(event: Input) -> None:
+    cluster = planned()
+    assert cluster.handle(event) != []
+    assert cluster.handle(event) == []
+
+
+def test_clocks_offered_before_a_restart_and_in_force_after_it_are_announced_once() -> None:
+    def announced(cluster: Cluster) -> list[int]:
+        return [
+            event.pipeline_clocks.version
+            for event in cluster.events()
+            if event.type == event_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE
+        ]
+
+    cluster = cluster_in(JobState.PLANNED)
+    version = max(cluster.offered_versions)
+    assert version not in announced(cluster)
+    for iteration_count in (4, 2):
+        cluster.restart()
+        cluster.join_all()
+        cluster.iterate(iteration_count)
+    cluster.expect_in_force()
+    assert announced(cluster).count(version) == cluster.spec.parallelism.pipeline_count

@@ -1,143 +1,44 @@
-"""The job's state machine by its exact commands: plans, stragglers, refusals."""
+"""The job's state machine by its exact commands: profiling, stragglers, late offers, lost clocks."""
 
-import math
+from dataclasses import replace
 
 import pytest
 
 from perseus.service.domain.commands import SendOffer
-from perseus.service.domain.errors import InvalidFieldError, PipelineOutOfRangeError
-from perseus.service.domain.inputs import (
-    OfferAnswered,
-    PlanInForce,
-    PolicySet,
-    SolveFailed,
-    StragglerCleared,
-    StragglerReported,
-)
-from perseus.service.domain.model import JobState, Offer, RefusalReason, Straggler
-from perseus.service.domain.specification import OperatingPolicy
+from perseus.service.domain.inputs import PlanInForce, SolveFailed, TelemetryArrived
+from perseus.service.domain.model import HoldClocks, JobState, Offer, RefusalReason
 from perseus.service.job import views
+from perseus.service.job.rules import Rules
 from perseus.v1 import event_pb2
-from tests.service.job.machine_bench import FIRST, FOURTH, THIRD, actions, events, offers, planned
-from tests.service.service_fakes import EPOCH, Cluster, make_spec
-
-
-def test_all_pipelines_get_the_plan_of_t_min_under_one_version() -> None:
-    cluster = planned()
-    frontier = views.solved_frontier(cluster.machine.run)
-    assert cluster.planned_times_s() == [frontier.t_min_s, frontier.t_min_s]
-    assert len({rank.in_force.version for rank in cluster.ranks.values()}) == 1
-
-
-def test_a_policy_stretches_the_plan() -> None:
-    cluster = planned(OperatingPolicy(max_slowdown_percent=10))
-    t_min_s = views.solved_frontier(cluster.machine.run).t_min_s
-    (time_s,) = set(cluster.planned_times_s())
-    assert t_min_s < time_s <= 1.1 * t_min_s
-    commands = cluster.handle(PolicySet(OperatingPolicy()))
-    assert events(commands) == [
-        event_pb2.JOB_EVENT_TYPE_POLICY_SET,
-        event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED,
-        event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED,
-    ]
-    cluster.carry_out(commands)
-    cluster.iterate(3)
-    assert set(cluster.planned_times_s()) == {t_min_s}
-    assert cluster.handle(PolicySet(OperatingPolicy())) == []
-
-
-def test_a_straggler_moves_the_other_pipelines_only_and_its_end_moves_them_back() -> None:
-    cluster = planned(pipelines=3)
-    t_min_s = views.solved_frontier(cluster.machine.run).t_min_s
-    commands = cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.2)))
-    assert {rank.pipeline for rank in offers(commands)} == {1, 2}
-    assert len({offer.version for offer in offers(commands).values()}) == 1
-    cluster.carry_out(commands)
-    cluster.iterate(3)
-    own_s, *others_s = cluster.planned_times_s()
-    assert own_s == t_min_s
-    assert t_min_s < others_s[0] == others_s[1] <= 1.2 * t_min_s
-    assert cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.2))) == []
-    cluster.send(StragglerCleared(0))
-    cluster.iterate(3)
-    assert set(cluster.planned_times_s()) == {t_min_s}
-    assert cluster.handle(StragglerCleared(0)) == []
-
-
-def test_of_several_stragglers_the_slowest_counts_and_a_second_report_replaces_the_first() -> None:
-    cluster = planned(pipelines=3)
-    t_min_s = views.solved_frontier(cluster.machine.run).t_min_s
-    cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.1)))
-    cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.3)))
-    cluster.iterate(3)
-    slow_s = cluster.planned_times_s()
-    assert slow_s[0] == slow_s[1] == t_min_s
-    assert 1.1 * t_min_s < slow_s[2] <= 1.3 * t_min_s
-    cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.0)))
-    cluster.iterate(3)
-    assert cluster.planned_times_s()[2] <= 1.1 * t_min_s
-
-
-def test_no_pipeline_is_planned_slower_than_t_slow() -> None:
-    cluster = planned()
-    cluster.send(StragglerReported(Straggler(0, slowdown_factor=50.0)))
-    cluster.iterate(3)
-    assert cluster.planned_times_s()[1] <= views.solved_frontier(cluster.machine.run).t_slow_s
-
-
-def test_seconds_are_put_on_the_frontiers_scale() -> None:
-    cluster = planned()
-    frontier = views.solved_frontier(cluster.machine.run)
-    # The measured stock iteration takes 0.8 s, the all-max prediction less: the difference is overhead.
-    overhead_s = 0.8 - frontier.baseline.iteration_time_s
-    assert overhead_s > 0
-    cluster.send(StragglerReported(Straggler(0, iteration_time_s=0.9)))
-    assert cluster.machine.run.planner.straggler_times_s() == {0: pytest.approx(0.9 - overhead_s)}
-    cluster.send(StragglerReported(Straggler(0, iteration_time_s=0.1)))
-    assert cluster.machine.run.planner.straggler_times_s() == {0: frontier.t_min_s}
-
-
-def test_a_straggler_known_before_the_frontier_counts_from_the_first_plan() -> None:
-    cluster = Cluster(make_spec())
-    cluster.join_all()
-    cluster.iterate_until(JobState.PROFILING)
-    cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.2)))
-    assert cluster.machine.run.planner.straggler_times_s() == {0: 0.0}
-    cluster.iterate_until(JobState.PLANNED)
-    cluster.iterate(3)
-    own_s, other_s = cluster.planned_times_s()
-    assert own_s < other_s
-
-
-@pytest.mark.parametrize(
-    "straggler",
-    [
-        Straggler(0),
-        Straggler(0, slowdown_factor=0.99),
-        Straggler(0, slowdown_factor=math.nan),
-        Straggler(0, slowdown_factor=math.inf),
-        Straggler(0, iteration_time_s=math.nan),
-        Straggler(0, iteration_time_s=0.0),
-        Straggler(0, iteration_time_s=-1.0),
-    ],
+from tests.service.job.machine_bench import (
+    FIRST,
+    FOURTH,
+    THIRD,
+    actions,
+    answer,
+    cluster_in,
+    events,
+    measured_clocks_mhz,
+    offers,
+    planned,
+    straggler,
 )
-def test_an_impossible_straggler_is_refused_and_changes_nothing(straggler: Straggler) -> None:
-    cluster = planned()
-    with pytest.raises(InvalidFieldError):
-        cluster.handle(StragglerReported(straggler))
-    assert cluster.machine.run.planner.straggler_times_s() == {}
+from tests.service.service_fakes import CLOCKS_MHZ, Cluster, batch, estimate, make_gpu, make_spec
 
 
-def test_an_unknown_pipeline_is_refused() -> None:
-    cluster = planned()
-    for event in (StragglerReported(Straggler(2, slowdown_factor=1.5)), StragglerCleared(-1)):
-        with pytest.raises(PipelineOutOfRangeError):
-            cluster.handle(event)
+def test_a_second_report_of_a_straggler_replaces_the_first() -> None:
+    cluster = planned(pipelines=3)
+    for factor in (1.3, 1.1):
+        cluster.send(straggler(factor))
+        cluster.iterate(3)
+    t_min_s = views.solved_frontier(cluster.machine.run).t_min_s
+    own_s, *others_s = cluster.planned_times_s()
+    assert own_s == t_min_s < others_s[0] == others_s[1] <= 1.1 * t_min_s
 
 
 def test_an_offer_that_came_too_late_is_offered_anew_under_the_same_version() -> None:
     cluster = planned()
-    commands = cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.2)))
+    commands = cluster.handle(straggler())
     late = offers(commands)[THIRD]
     for rank in (cluster.ranks[THIRD], cluster.ranks[FOURTH]):
         rank.iteration = late.start_iteration
@@ -157,26 +58,14 @@ def test_an_offer_that_came_too_late_is_offered_anew_under_the_same_version() ->
 def test_a_refusal_of_stock_is_announced_and_the_offer_not_repeated() -> None:
     cluster = planned()
     stock = offers(cluster.handle(SolveFailed("made up")))[FIRST]
-    commands = cluster.handle(
-        OfferAnswered(FIRST, "agent-0", EPOCH, stock.version, RefusalReason.NOT_PERMITTED, "", 30)
-    )
+    commands = cluster.handle(answer(cluster, FIRST, stock.version, RefusalReason.NOT_PERMITTED))
     assert events(commands) == [event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED]
     assert actions(commands) == []
 
 
-def test_answers_to_older_versions_and_other_epochs_are_ignored() -> None:
-    cluster = planned()
-    version = cluster.machine.record.version
-    for epoch, number in ((EPOCH, version - 1), ("another", version)):
-        answer = OfferAnswered(FIRST, "agent-0", epoch, number, RefusalReason.NOT_PERMITTED, "", 1)
-        assert cluster.handle(answer) == []
-
-
 def test_a_rank_that_dropped_an_accepted_offer_is_offered_it_again() -> None:
     """Its clocks were due at an iteration that it never began with them; no rank waits for that."""
-    cluster = Cluster(make_spec())
-    cluster.join_all()
-    cluster.iterate_until(JobState.PROFILING)
+    cluster = cluster_in(JobState.PROFILING)
     rank = cluster.ranks[FIRST]
     assert rank.pending is not None
     assert rank.in_force.version != rank.pending.version
@@ -196,3 +85,62 @@ def test_a_rank_that_fell_back_to_stock_is_offered_its_plan_again() -> None:
     assert actions(commands) == [SendOffer(FIRST, "agent-0", offer)]
     assert offer.version == rank.in_force.version
     assert offer.start_iteration == rank.iteration + 2
+
+
+def test_the_baseline_drops_the_first_iteration_and_irregular_ones() -> None:
+    cluster = Cluster(make_spec(), Rules(baseline_iterations=2))
+    cluster.join_all()
+    cluster.iterate(1, duration_s=7.0)
+    for rank in cluster.ranks.values():
+        rank.begin()
+        rank.sequence += 1
+        odd = batch(rank.sequence, [rank.iteration], 0, 5.0, is_regular=False)
+        cluster.send(TelemetryArrived(rank.place, rank.instance_id, odd))
+    cluster.iterate(1, duration_s=1.0)
+    cluster.expect(JobState.BASELINE)
+    cluster.iterate(1, duration_s=2.0)
+    cluster.expect(JobState.PROFILING)
+    record = cluster.stored().record
+    assert record is not None
+    assert record.baseline is not None
+    assert record.baseline.time_s == 1.5
+
+
+def test_short_iterations_get_a_margin_that_covers_half_a_second() -> None:
+    cluster = Cluster(make_spec(), Rules(baseline_iterations=1))
+    cluster.join_all()
+    cluster.iterate(2, duration_s=0.05)
+    pending = cluster.ranks[FIRST].pending
+    assert pending is not None
+    assert pending.start_iteration == 1 + 1 + 10
+
+
+def test_an_estimate_of_an_older_version_does_not_count() -> None:
+    cluster = Cluster(make_spec(pipelines=1), Rules(baseline_iterations=1, profile_iterations=1))
+    cluster.join_all()
+    cluster.iterate(5)
+    held = cluster.machine.run.offers[0]
+    assert (held.version, held.clocks) == (2, HoldClocks((900,) * 2))
+    for rank in cluster.ranks.values():
+        rank.sequence += 1
+        stale = batch(rank.sequence, [], 1, 0.8, energy=estimate(rank.order, 1, 9, 900))
+        cluster.send(TelemetryArrived(rank.place, rank.instance_id, stale))
+    assert measured_clocks_mhz(cluster) == [1400]
+
+
+@pytest.mark.parametrize(
+    ("of_one_mhz", "of_others_mhz", "measured_mhz"),
+    [((1500, 1400, 1200), CLOCKS_MHZ, [1400, 1200]), ((1410,), (1300,), [])],
+    ids=["they have two in common", "none"],
+)
+def test_only_clocks_that_all_gpus_have_are_tried(
+    of_one_mhz: tuple[int, ...], of_others_mhz: tuple[int, ...], measured_mhz: list[int]
+) -> None:
+    cluster = Cluster(make_spec(), Rules(baseline_iterations=1))
+    for place, rank in cluster.ranks.items():
+        clocks_mhz = of_one_mhz if place == FIRST else of_others_mhz
+        cluster.send(replace(rank.joined(), gpu=make_gpu(place, clocks_mhz)))
+    cluster.iterate(30)
+    assert measured_clocks_mhz(cluster) == measured_mhz
+    cluster.expect(JobState.PLANNED if measured_mhz else JobState.STOCK)
+    assert measured_mhz or cluster.offered_versions == []

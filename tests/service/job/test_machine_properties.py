@@ -14,14 +14,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from perseus.service.domain.commands import (
-    AcceptRank,
-    Command,
-    EndStream,
-    SendMaxClock,
-    SendOffer,
-    Solve,
-)
+from perseus.service.domain.commands import AcceptRank, Command, EndStream, SendMaxClock, SendOffer, Solve
 from perseus.service.domain.errors import RankNotServedError, TelemetryOutdatedError
 from perseus.service.domain.inputs import (
     AgentDisconnected,

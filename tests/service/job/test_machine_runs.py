@@ -1,14 +1,12 @@
 """A run from its registration to its end: joining, its initial state, and the way out of stock."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
-from perseus.service.domain.commands import Command, FindProfile, Solve, Store
+from perseus.service.domain.commands import FindProfile, Store
 from perseus.service.domain.errors import SpecMismatchError
 from perseus.service.domain.inputs import (
-    Abandoned,
     BaselineRequested,
     FinishRequested,
     RankLeft,
@@ -23,12 +21,12 @@ from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning import plan_watch
 from perseus.service.job.planning.drift import BLOCK
 from perseus.service.job.planning.plan_watch import MAX_PREDICTION_VIOLATIONS
-from perseus.service.job.profiling.profiler import HOLD_LIMIT
 from perseus.service.job.profiling.work_keys import WorkKeys
-from perseus.service.job.rules import Rules
 from perseus.service.job.run import Run
 from perseus.v1 import event_pb2, job_pb2
-from tests.service.job.truthful_cluster import TruthfulCluster
+from tests.service.job.emulated_cluster import PatientCluster
+from tests.service.job.machine_bench import cluster_in
+from tests.service.job.truthful_cluster import TruthfulCluster, slower_below_the_highest_clock
 from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, REGISTRATION, Cluster, FakeRank, make_spec
 
 
@@ -60,7 +58,9 @@ def test_registrations_survive_a_restart_up_to_the_limit() -> None:
     cluster = Cluster(make_spec())
     for number in range(MAX_REQUEST_IDS):
         cluster.send(RegisteredAgain(Registration(f"request {number}", f"fingerprint {number}")))
-    assert not cluster.machine._takes(REGISTRATION.spec_fingerprint), "the oldest one is forgotten"
+    first, *_ = cluster.ranks.values()
+    with pytest.raises(SpecMismatchError):  # the oldest one is forgotten
+        joined_as(cluster, first, REGISTRATION.spec_fingerprint)
     cluster.restart()
     known = cluster.machine.registrations.registrations
     assert [some.request_id for some in known] == [f"request {n}" for n in range(MAX_REQUEST_IDS)]
@@ -79,9 +79,7 @@ def test_a_runs_labels_are_those_of_its_latest_registration() -> None:
 
 
 def test_versions_of_a_new_run_follow_those_of_the_run_before() -> None:
-    first = Cluster(make_spec())
-    first.join_all()
-    first.iterate_until(JobState.PLANNED)
+    first = cluster_in(JobState.PLANNED)
     second = Cluster(make_spec())
     second.machine = JobMachine(Run(second.spec, 2, second.rules, EPOCH, create_time_s=1.0, created_s=0.0))
     second.history = second.machine.register(REGISTRATION, first.machine.record.version)
@@ -89,14 +87,6 @@ def test_versions_of_a_new_run_follow_those_of_the_run_before() -> None:
     second.join_all()
     second.iterate_until(JobState.PROFILING)
     assert min(second.offered_versions) > max(first.offered_versions)
-
-
-def test_an_abandoned_run_has_ended_with_the_reason() -> None:
-    cluster = Cluster(make_spec())
-    cluster.send(Abandoned("its schedule differs"))
-    cluster.expect(JobState.FINISHED)
-    assert cluster.announced(event_pb2.StateChanged)[-1].reason == "abandoned: its schedule differs"
-    assert cluster.job().state_reason == "abandoned: its schedule differs"
 
 
 def test_the_same_request_for_a_baseline_is_carried_out_once() -> None:
@@ -118,26 +108,22 @@ def test_the_same_request_for_a_baseline_is_carried_out_once() -> None:
 # ---------------------------------------------------------------------- the way out of stock
 
 
-def test_a_job_that_could_not_be_solved_begins_again_at_the_baseline_with_its_profile() -> None:
-    cluster = UnluckyCluster(make_spec())
+def unlucky_cluster() -> PatientCluster:
+    """Return a cluster that has profiled, and is at stock as it found no frontier."""
+    cluster = PatientCluster(make_spec())
+    cluster.waiting = []
     cluster.join_all()
-    cluster.iterate_until(JobState.STOCK)
-    profile = cluster.machine.run.profiler.profiles
-    cluster.has_luck = True
-    cluster.send(ResumeRequested())
-    cluster.expect(JobState.BASELINE)
-    cluster.iterate_until(JobState.PLANNED)
-    assert cluster.machine.run.profiler.profiles == profile
-    assert states(cluster)[-4:] == ["STOCK", "BASELINE", "SOLVING", "PLANNED"]
+    cluster.iterate_until(JobState.SOLVING)
+    cluster.send(SolveFailed("no luck"))
+    cluster.expect(JobState.STOCK)
+    cluster.waiting = None
+    return cluster
 
 
 def test_after_a_resumption_one_baseline_counts_and_profiling_is_not_forgotten() -> None:
-    cluster = UnluckyCluster(make_spec())
-    cluster.join_all()
-    cluster.iterate_until(JobState.STOCK)
+    cluster = unlucky_cluster()
     cluster.iterate(5)  # under the same clocks as the baseline that follows
     before = cluster.job(is_full=True)
-    cluster.has_luck = True
     cluster.send(ResumeRequested())
     cluster.iterate_until(JobState.PLANNED)
     cluster.iterate(4)
@@ -152,12 +138,9 @@ def test_after_a_resumption_one_baseline_counts_and_profiling_is_not_forgotten()
 
 
 def test_a_restart_does_not_lead_back_to_stock() -> None:
-    cluster = UnluckyCluster(make_spec())
-    cluster.join_all()
-    cluster.iterate_until(JobState.STOCK)
+    cluster = unlucky_cluster()
     cluster.restart()
     cluster.expect(JobState.STOCK)
-    cluster.has_luck = True
     cluster.join_all()
     cluster.send(ResumeRequested())
     cluster.restart()
@@ -166,20 +149,27 @@ def test_a_restart_does_not_lead_back_to_stock() -> None:
     cluster.iterate_until(JobState.PLANNED)
 
 
-def test_resuming_resets_the_count_of_violated_predictions() -> None:
+def test_longer_lags_are_found_until_predictions_are_violated_too_often_and_again_once_resumed() -> None:
     cluster = TruthfulCluster(lag_s=0.006).plan()
     cluster.run(BLOCK)
     for lag_s in (0.010, 0.013):  # transfer times rise
+        cluster.expect(JobState.PLANNED)
         cluster.lag_s = lag_s
         cluster.run(BLOCK)
     cluster.expect(JobState.STOCK)
-    assert len(cluster.announced(event_pb2.PredictionViolated)) == MAX_PREDICTION_VIOLATIONS + 1
+    lags_s = [solved.transfer_lag_s for solved in cluster.announced(event_pb2.Solved)]
+    assert lags_s == sorted(lags_s)
+    violations = cluster.announced(event_pb2.PredictionViolated)
+    assert len(violations) == len(lags_s) == MAX_PREDICTION_VIOLATIONS + 1
+    assert cluster.announced(event_pb2.StateChanged)[-1].reason == (
+        "predictions were violated 3 times; it is tried again after 30 min at stock"
+    )
     cluster.send(ResumeRequested())
     cluster.run_until(JobState.PLANNED)
     assert states(cluster)[-4:] == ["STOCK", "BASELINE", "SOLVING", "PLANNED"], (
         "not on the frontier that failed"
     )
-    cluster.slowness = lambda stage, mhz: 1.3 if stage == 1 and mhz < CLOCKS_MHZ[0] else 1.0
+    cluster.slowness = slower_below_the_highest_clock
     cluster.run(BLOCK)
     assert len(cluster.announced(event_pb2.PredictionViolated)) == MAX_PREDICTION_VIOLATIONS + 2
     cluster.expect(JobState.PLANNED)
@@ -198,7 +188,7 @@ def test_violated_predictions_survive_a_restart_and_kept_ones_cancel_them(
     cluster.run(BLOCK)
     assert cluster.machine.record.prediction_violation_count == 1
     cluster.run(3 * BLOCK)
-    cluster.slowness = lambda stage, mhz: 1.3 if stage == 1 and mhz < CLOCKS_MHZ[0] else 1.0
+    cluster.slowness = slower_below_the_highest_clock
     cluster.run(BLOCK)
     assert len(cluster.announced(event_pb2.PredictionViolated)) > MAX_PREDICTION_VIOLATIONS
     violation_count = cluster.machine.record.prediction_violation_count
@@ -208,25 +198,10 @@ def test_violated_predictions_survive_a_restart_and_kept_ones_cancel_them(
     assert cluster.machine.record.prediction_violation_count == violation_count, "a restart forgives nothing"
 
 
-def test_clocks_that_were_given_up_are_tried_again() -> None:
-    cluster = Cluster(make_spec(), Rules(lease_s=30.0, baseline_iterations=1, profile_iterations=1))
-    cluster.join_all()
-    for rank in cluster.ranks.values():
-        rank.reports_energy = rank.place.stage != 1
-    cluster.iterate_until(JobState.STOCK, limit=len(CLOCKS_MHZ) * (HOLD_LIMIT + 4))
-    for rank in cluster.ranks.values():
-        rank.reports_energy = True
-    cluster.send(ResumeRequested())
-    cluster.iterate_until(JobState.PLANNED)
-
-
 def test_a_resumed_job_waits_for_its_missing_ranks() -> None:
-    cluster = UnluckyCluster(make_spec())
-    cluster.join_all()
-    cluster.iterate_until(JobState.STOCK)
+    cluster = unlucky_cluster()
     first, *_ = cluster.ranks.values()
     cluster.send(RankLeft(first.place, first.instance_id, RankLeftReason.TRAINER_GONE))
-    cluster.has_luck = True
     cluster.send(ResumeRequested())
     cluster.expect(JobState.WAITING)
     first.start_trainer(cluster.machine.run.ranks.highest_iteration())
@@ -234,41 +209,21 @@ def test_a_resumed_job_waits_for_its_missing_ranks() -> None:
     cluster.iterate_until(JobState.PLANNED)
 
 
-@pytest.mark.parametrize(
-    "state", [JobState.BASELINE, JobState.PROFILING, JobState.PLANNED, JobState.FINISHED]
-)
-def test_a_job_in_another_state_stays_as_it_is(state: JobState) -> None:
-    cluster = Cluster(make_spec())
-    cluster.join_all()
-    if state is JobState.FINISHED:
+@pytest.mark.parametrize("state", [JobState.BASELINE, JobState.PROFILING, JobState.PLANNED, None])
+def test_a_job_that_is_not_at_stock_is_not_resumed(state: JobState | None) -> None:
+    cluster = cluster_in(state or JobState.BASELINE)
+    if state is None:
         cluster.send(FinishRequested())
-    else:
-        cluster.iterate_until(state)
     before = cluster.job(is_full=True)
     assert cluster.handle(ResumeRequested()) == []
     assert cluster.job(is_full=True) == before
-
-
-class UnluckyCluster(Cluster):
-    """A cluster whose problems can't be solved until it `has_luck`."""
-
-    has_luck = False
-
-    def carry_out(self, commands: Iterable[Command]) -> None:
-        for command in commands:
-            if isinstance(command, Solve) and not self.has_luck:
-                self.send(SolveFailed("no luck"))
-            else:
-                super().carry_out([command])
 
 
 # ---------------------------------------------------------------------- profiles for others
 
 
 def test_profiles_are_kept_for_other_runs_and_requested_by_the_same_keys() -> None:
-    cluster = Cluster(make_spec())
-    cluster.join_all()
-    cluster.iterate_until(JobState.PROFILING)
+    cluster = cluster_in(JobState.PROFILING)
     (asked,) = [command for command in cluster.history if isinstance(command, FindProfile)]
     assert profiled(cluster) == []
     cluster.iterate_until(JobState.PLANNED)
@@ -276,9 +231,7 @@ def test_profiles_are_kept_for_other_runs_and_requested_by_the_same_keys() -> No
 
 
 def test_a_restart_repeats_the_request_as_long_as_an_answer_is_of_use() -> None:
-    cluster = Cluster(make_spec())
-    cluster.join_all()
-    cluster.iterate_until(JobState.PROFILING)
+    cluster = cluster_in(JobState.PROFILING)
     cluster.restart()
     assert isinstance(cluster.history[-1], FindProfile)
     cluster.join_all()

@@ -1,23 +1,23 @@
 """Batches of telemetry that arrive together lead where they lead one by one."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import chain, groupby
+from itertools import groupby
 
 import pytest
 
 from perseus.service.domain.commands import Command, Refine, Solve, Store
 from perseus.service.domain.errors import CoordinatorError, InvalidFieldError
-from perseus.service.domain.inputs import Input, Refined, Solved, StragglerReported, TelemetryArrived
-from perseus.service.domain.model import Straggler
+from perseus.service.domain.inputs import Input, Refined, Solved, TelemetryArrived
 from perseus.service.domain.records import IterationRows
-from perseus.service.domain.telemetry import TelemetryBatch
+from perseus.service.domain.telemetry import ComputationColumns, TelemetryBatch
 from perseus.service.job import views
 from perseus.service.job.machine import JobMachine, replay
 from perseus.service.job.recording import Begun
 from perseus.service.job.run import Run
-from tests.service.job.machine_bench import planned
+from tests.service.job.machine_bench import FIRST, planned, straggler
 from tests.service.job.test_recording import recording_of, solve
 
 Step = tuple[Input, float, float, list[Command] | CoordinatorError]
@@ -43,9 +43,9 @@ def _shown(output: object) -> object:
 def life() -> tuple[Begun, list[Step], JobMachine]:
     """A run's inputs, each with the times of its arrival and its commands, or why it was refused."""
     cluster = planned()
-    cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.2)))
+    cluster.send(straggler())
     cluster.iterate(4)
-    rank = cluster.ranks[next(iter(cluster.ranks))]
+    rank = cluster.ranks[FIRST]
     rank.begin()
     unmeasured = rank.end(0.8)
     odd = unmeasured.batch._replace(
@@ -75,47 +75,61 @@ def shortened(batch: TelemetryBatch) -> TelemetryBatch:
     return batch._replace(computations=rows)
 
 
+class Again:
+    """Another machine for the same run, which takes the steps in any grouping and has to answer alike."""
+
+    def __init__(self, begun: Begun) -> None:
+        run = Run(
+            begun.spec, begun.run_number, begun.rules, begun.epoch, begun.create_time_s, begun.created_s
+        )
+        self.machine = JobMachine(run)
+        self.machine.register(begun.registration, begun.version)
+        self._asked: Solve | Refine | None = None
+
+    def take(self, together: Sequence[Step]) -> None:
+        """Take a step, or the telemetry of several at once."""
+        event, now_s, wall_time_s, _ = together[0]
+        answers: list[list[Command] | CoordinatorError]
+        if isinstance(event, TelemetryArrived):
+            telemetry = [each for each, *_ in together if isinstance(each, TelemetryArrived)]
+            answers = list(self.machine.handle_telemetry(telemetry, now_s, wall_time_s))
+        else:
+            if self._asked is not None and isinstance(event, Solved | Refined):
+                event = solve(self._asked)  # an answer is to a request of the same machine
+            answers = [self.machine.handle(event, now_s, wall_time_s)]
+        for answer, (*_, expected) in zip(answers, together, strict=True):
+            for command in answer if isinstance(answer, list) else ():
+                self._asked = command if isinstance(command, Solve | Refine) else self._asked
+            is_same = shown(answer) == shown(expected)  # pytest would show the problems to solve
+            assert is_same, (event, now_s)
+
+
 def test_short_rows_give_the_same_commands_and_the_same_timeline() -> None:
     begun, steps, alone = life()
-    machine = JobMachine(
-        Run(begun.spec, begun.run_number, begun.rules, begun.epoch, begun.create_time_s, begun.created_s)
-    )
-    machine.register(begun.registration, begun.version)
-    short_count, asked = 0, None
+    again, short_count = Again(begun), 0
+    reported: dict[tuple[int, int], ComputationColumns] = {}
     for event, now_s, wall_time_s, expected in steps:
         given = event
         if isinstance(event, TelemetryArrived):
             given = replace(event, batch=shortened(event.batch))
             given.batch.check()
             short_count += given.batch.computations.is_short
-            (answer,) = machine.handle_telemetry([given], now_s, wall_time_s)
-        else:
-            if asked is not None and isinstance(event, Solved | Refined):
-                given = solve(asked)
-            answer = machine.handle(given, now_s, wall_time_s)
-        for command in answer if isinstance(answer, list) else ():
-            asked = command if isinstance(command, Solve | Refine) else asked
-        is_same = shown(answer) == shown(expected)  # pytest would show the problems to solve
-        assert is_same, (event, now_s)
+            if (event.rank.pipeline, event.rank.tensor) == (0, 0):
+                for iteration in event.batch.iterations.iteration:
+                    reported[iteration, event.rank.stage] = event.batch.computations
+        again.take([(given, now_s, wall_time_s, expected)])
     assert short_count > 50
-    assert views.job(machine.run, is_full=True) == views.job(alone.run, is_full=True)
-    shown_now = machine.run.timelines.latest(0)
+    assert views.job(again.machine.run, is_full=True) == views.job(alone.run, is_full=True)
+    shown_now = again.machine.run.timelines.latest(0)
     assert shown_now is not None
     assert shown_now.iteration % 4 == 0
-    reported = {
-        event.rank.stage: event.batch.computations
-        for event, *_ in steps
-        if isinstance(event, TelemetryArrived)
-        and (event.rank.pipeline, event.rank.tensor) == (0, 0)
-        and [*event.batch.iterations.iteration] == [shown_now.iteration]
-    }
     for stage, columns in enumerate(shown_now.stages):
-        assert [*map(list, columns)] == [*map(list, reported[stage])]
+        assert [*map(list, columns)] == [*map(list, reported[shown_now.iteration, stage])]
 
 
 def test_short_rows_of_another_order_are_refused() -> None:
     cluster = planned()
-    rank = cluster.ranks[next(iter(cluster.ranks))]
+    rank = cluster.ranks[FIRST]
     rank.begin()
     event = rank.end(0.8)
     rows = shortened(event.batch).computations
@@ -127,33 +141,14 @@ def test_short_rows_of_another_order_are_refused() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_any_grouping_gives_the_same_commands(seed: int) -> None:
     begun, steps, alone = life()
-    dice = random.Random(seed)
-    machine = JobMachine(
-        Run(begun.spec, begun.run_number, begun.rules, begun.epoch, begun.create_time_s, begun.created_s)
-    )
-    machine.register(begun.registration, begun.version)
-    longest, asked = 0, None
-    for (is_telemetry, now_s), some in groupby(
-        steps, lambda step: (type(step[0]) is TelemetryArrived, step[1])
-    ):
+    dice, again, longest = random.Random(seed), Again(begun), 0
+    for (is_telemetry, _), some in groupby(steps, lambda step: (type(step[0]) is TelemetryArrived, step[1])):
         rest = list(some)
         while rest:
             count = dice.randint(1, len(rest)) if is_telemetry else 1
-            together, rest = rest[:count], rest[count:]
             longest = max(longest, count)
-            events = [event for event, *_ in together if isinstance(event, TelemetryArrived)]
-            if events:
-                found = list(machine.handle_telemetry(events, now_s, together[0][2]))
-            else:
-                event = together[0][0]
-                if asked is not None and isinstance(event, Solved | Refined):
-                    event = solve(asked)  # an answer is to a request of the same machine
-                found = [machine.handle(event, now_s, together[0][2])]
-            for command in chain.from_iterable(some for some in found if isinstance(some, list)):
-                asked = command if isinstance(command, Solve | Refine) else asked
-            for answer, (*_, expected) in zip(found, together, strict=True):
-                is_same = shown(answer) == shown(expected)  # pytest would show the problems to solve
-                assert is_same, together[0][:2]
-    machine.validate()
+            again.take(rest[:count])
+            rest = rest[count:]
+    again.machine.validate()
     assert longest > 1
-    assert views.job(machine.run, is_full=True) == views.job(alone.run, is_full=True)
+    assert views.job(again.machine.run, is_full=True) == views.job(alone.run, is_full=True)

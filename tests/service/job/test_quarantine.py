@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from perseus.service.domain.commands import Announce, Command, RefuseRank, SendOffer, Store
+from perseus.service.domain.commands import Announce, Command, RefuseRank, Store
 from perseus.service.domain.errors import (
     JobFinishedError,
     JobNotSolvedError,
@@ -17,50 +17,40 @@ from perseus.service.domain.inputs import (
     FinishRequested,
     RankLeft,
     RegisteredAgain,
-    ResumeRequested,
     TelemetryArrived,
     Tick,
 )
-from perseus.service.domain.model import STOCK, FaultyPart, JobState, RankLeftReason
-from perseus.service.domain.records import EndedRun, JobRecord
+from perseus.service.domain.model import FaultyPart, RankLeftReason
+from perseus.service.domain.records import EndedRun
 from perseus.service.domain.snapshot import Fault, RunSnapshot
-from perseus.service.domain.specification import Coordinates, Registration
+from perseus.service.domain.specification import Registration
 from perseus.service.domain.stall import StockReason, next_step
 from perseus.service.job import views
-from perseus.service.job.machine import JobMachine
 from perseus.service.job.quarantine import handle, quarantine
 from perseus.v1 import event_pb2, job_pb2
-from tests.service.service_fakes import EPOCH, START_S, Cluster, batch, make_spec
+from tests.service.job.machine_bench import FIRST, planned
+from tests.service.service_fakes import EPOCH, START_S, Cluster, batch
 
-FIRST = Coordinates(0, 0, 0)
 FAULT = Fault.of(FaultyPart.MACHINE, ValueError("odd \n thing"))
 
 
-def planned() -> Cluster:
-    cluster = Cluster(make_spec())
-    cluster.join_all()
-    cluster.iterate_until(JobState.PLANNED)
-    cluster.iterate(4)
-    return cluster
-
-
-def quarantine_unstorable(cluster: Cluster) -> tuple[RunSnapshot, list[Command]]:
+def quarantined(cluster: Cluster) -> tuple[RunSnapshot, list[Command]]:
     return quarantine(cluster.stored(), FAULT, cluster.rules, EPOCH, START_S)
 
 
 def test_a_run_is_put_at_stock_and_its_ranks_are_refused() -> None:
     cluster = planned()
     known = cluster.stored()
-    snapshot, commands = quarantine_unstorable(cluster)
+    snapshot, commands = quarantined(cluster)
     refused = [command for command in commands if isinstance(command, RefuseRank)]
     assert {command.rank for command in refused} == set(cluster.ranks)
     assert all(isinstance(command.why, JobQuarantinedError) for command in refused)
-    changed, quarantined = (command.event for command in commands if isinstance(command, Announce))
-    assert (changed.sequence, quarantined.sequence) == (known.last_sequence + 1, known.last_sequence + 2)
+    changed, event = (command.event for command in commands if isinstance(command, Announce))
+    assert (changed.sequence, event.sequence) == (known.last_sequence + 1, known.last_sequence + 2)
     assert changed.state_changed == event_pb2.StateChanged(
         before=job_pb2.JOB_STATE_PLANNED, after=job_pb2.JOB_STATE_STOCK, reason=changed.state_changed.reason
     )
-    assert quarantined.quarantined == event_pb2.Quarantined(
+    assert event.quarantined == event_pb2.Quarantined(
         part=event_pb2.FAULTY_PART_MACHINE,
         error="ValueError: odd ? thing",
         before=job_pb2.JOB_STATE_PLANNED,
@@ -81,50 +71,26 @@ def test_a_run_is_put_at_stock_and_its_ranks_are_refused() -> None:
         snapshot.timeline(0)
 
 
-def test_it_is_registered_again_and_ends_once() -> None:
+def test_it_is_registered_again_once_and_ends_once() -> None:
     cluster = planned()
-    snapshot, _ = quarantine_unstorable(cluster)
-    again = RegisteredAgain(Registration("another"))
-    snapshot, (stored,) = handle(snapshot, again, 0.0, START_S)
-    assert isinstance(stored, Store)
-    assert handle(snapshot, again, 0.0, START_S)[1] == []
+    snapshot, _ = quarantined(cluster)
     labelled = RegisteredAgain(Registration("labelled", labels=(("a", "b"),)))
-    snapshot, _ = handle(snapshot, labelled, 0.0, START_S)
-    assert [*snapshot.job.labels] == [job_pb2.Label(key="a", value="b")]
+    snapshot, (stored,) = handle(snapshot, labelled, 0.0, START_S)
+    assert isinstance(stored, Store)
+    assert handle(snapshot, labelled, 0.0, START_S)[1] == []
     snapshot, commands = handle(snapshot, FinishRequested(), 0.0, START_S + 5)
-    records = [command.record for command in commands if isinstance(command, Store)]
-    assert [record.state for record in records if isinstance(record, JobRecord)] == [JobState.FINISHED]
-    assert [record.job for record in records if isinstance(record, EndedRun)] == [snapshot.job]
+    assert [each for each in commands if each == Store(EndedRun(snapshot.job))] != []
+    assert handle(snapshot, FinishRequested(), 0.0, START_S + 6)[1] == []
+    assert [*snapshot.job.labels] == [job_pb2.Label(key="a", value="b")]
     assert snapshot.job.state == job_pb2.JOB_STATE_FINISHED
     assert snapshot.job.finish_time.ToNanoseconds() == (START_S + 5) * 10**9
-    assert handle(snapshot, FinishRequested(), 0.0, START_S + 6)[1] == []
-    assert quarantine_unstorable(cluster)[1], "the job itself continues"
-
-
-def test_its_stored_state_restores_no_plan_and_resumes_from_its_profile() -> None:
-    cluster = planned()
-    version = cluster.machine.record.version
-    cluster.history += quarantine_unstorable(cluster)[1]
-    cluster.restart()
-    cluster.expect(JobState.STOCK)
-    assert all(offer.clocks == STOCK for offer in cluster.machine.run.offers)
-    assert cluster.machine.record.version > version
-    for rank in cluster.ranks.values():
-        rank.start_trainer(rank.iteration)
-    commands = [command for rank in cluster.ranks.values() for command in cluster.handle(rank.joined())]
-    assert all(command.offer.clocks == STOCK for command in commands if isinstance(command, SendOffer))
-    cluster.carry_out(commands)
-    cluster.send(ResumeRequested())
-    cluster.iterate_until(JobState.PLANNED)
-    assert isinstance(cluster.machine, JobMachine)
-    cluster.iterate(4)
-    cluster.expect_in_force()
+    assert quarantined(cluster)[1], "the job itself continues"
 
 
 def test_a_finished_run_stays_finished() -> None:
     cluster = planned()
     cluster.send(FinishRequested())
-    snapshot, (stored,) = quarantine_unstorable(cluster)
+    snapshot, (stored,) = quarantined(cluster)
     assert stored == Store(EndedRun(snapshot.job))
     assert snapshot.job.state == job_pb2.JOB_STATE_FINISHED
     with pytest.raises(JobFinishedError):

@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import pytest
 
-from perseus.service.domain.commands import Command, Refine, SendOffer, Solve, Store
+from perseus.service.domain.commands import Command, Refine, SendOffer, Store
 from perseus.service.domain.inputs import (
     Abandoned,
     AgentDisconnected,
@@ -45,26 +45,14 @@ from perseus.service.domain.inputs import (
     StragglerReported,
     Tick,
 )
-from perseus.service.domain.model import (
-    GpuErrorReason,
-    JobState,
-    RankLeftReason,
-    RefusalReason,
-    Straggler,
-)
-from perseus.service.domain.signals import (
-    ExtraTime,
-    SignalKind,
-    SignalRule,
-    SignalTargetState,
-    WorkWindow,
-)
+from perseus.service.domain.model import GpuErrorReason, JobState, RankLeftReason, RefusalReason, Straggler
+from perseus.service.domain.signals import ExtraTime, SignalKind, SignalRule, SignalTargetState, WorkWindow
 from perseus.service.domain.specification import OperatingPolicy, Registration
 from perseus.service.domain.telemetry import GpuLimits
 from perseus.service.job.rules import Rules
-from perseus.solver import Refinement
 from perseus.v1 import event_pb2
-from tests.service.service_fakes import EPOCH, START_S, Cluster, FakeRank, make_spec, refined, solved
+from tests.service.job.emulated_cluster import PatientCluster
+from tests.service.service_fakes import EPOCH, START_S, FakeRank, make_spec, refined, solved
 
 Shape = tuple[int, int, int]
 
@@ -119,7 +107,7 @@ class Cost:
     instruction_count: int
 
 
-class Meter(Cluster):
+class Meter(PatientCluster):
     """A cluster without checks, which counts what `measure` does; eight ranks have an agent in any shape."""
 
     def __init__(self, shape: Shape) -> None:
@@ -130,20 +118,10 @@ class Meter(Cluster):
             rank.instance_id = f"agent-{index // RANKS_PER_AGENT}"
             rank.limits = GpuLimits(300.0)
         self.costs: dict[str, Cost] = {}
-        self.waiting: list[Solve | Refine] = []
-        """Problems that nobody solves, if `is_patient`."""
-        self.is_patient = False
 
     def handle(self, event: Input) -> list[Command]:
         commands = self.machine.handle(event, self.now_s, START_S + self.now_s)
         return [command for command in commands if not isinstance(command, Store)]
-
-    def carry_out(self, commands: Iterable[Command]) -> None:
-        some = list(commands)
-        if self.is_patient:
-            self.waiting += [command for command in some if isinstance(command, Solve | Refine)]
-            some = [command for command in some if not isinstance(command, Solve | Refine)]
-        super().carry_out(some)
 
     def measure(self, what: str, event: Input) -> list[Command]:
         """Give the machine an input, count its instructions, and return the commands, for `carry_out`."""
@@ -158,7 +136,7 @@ class Meter(Cluster):
         self.carry_out(self.measure(what, event))
 
     def plan(self) -> None:
-        self.is_patient = False
+        self.waiting = None
         self.iterate_until(JobState.PLANNED)
         self.iterate(6)
         self.expect_in_force()
@@ -168,14 +146,6 @@ class Meter(Cluster):
         frontier = self.machine.run.planner.frontier
         assert frontier is not None
         return BudgetTargetSet(factor * frontier.t_min_s, is_urgent=False)
-
-    def refinement(self) -> Refinement:
-        """Return the exact plan that was asked for last."""
-        return next(each.refinement for each in reversed(self.waiting) if isinstance(each, Refine))
-
-    def problem(self) -> Solve:
-        """Return the problem that was posed last."""
-        return next(each for each in reversed(self.waiting) if isinstance(each, Solve))
 
     def of_agent(self, number: int) -> list[FakeRank]:
         return [rank for rank in self.ranks.values() if rank.instance_id == f"agent-{number}"]
@@ -249,7 +219,7 @@ def _begin(job: Meter) -> None:
 
 def _switch(job: Meter) -> None:
     """Let the ranks accept other plans one by one, and take them up one by one."""
-    job.is_patient = True
+    job.waiting = []
     slower = job.budget(1.1)
     commands = job.measure("a budget's target", slower)
     job.waiting += [command for command in commands if isinstance(command, Refine)]
@@ -270,11 +240,11 @@ def _switch(job: Meter) -> None:
         for rank in job.ranks.values():
             job.send(rank.end(0.8))
     job.pose("the same target", slower)
-    refinement = job.refinement()
+    refinement = job.refinements()[-1]
     job.pose("no plan", RefineFailed(refinement, "for the test"))
     job.send(job.budget(1.05))
-    job.pose("a plan", refined(job.refinement()))
-    job.is_patient = False
+    job.pose("a plan", refined(job.refinements()[-1]))
+    job.waiting = None
     job.iterate(4)
     job.expect_in_force()
 
@@ -310,7 +280,7 @@ def _refuse(job: Meter) -> None:
     job.pose("a rank was too late before", _refusal(first, first.offer.start_iteration))
     job.plan()
     for factor, (what, failure) in zip((1.05, 1.1), _FAILURES.items(), strict=True):
-        job.is_patient = True
+        job.waiting = []
         first, second = offers(job.handle(job.budget(factor)))[:2]
         before = first.offer.start_iteration - 2
         job.pose(f"the first refusal of a clock, {what}", _refusal(first, before, 900))
@@ -347,9 +317,9 @@ def _measure_anew(job: Meter) -> None:
     }.items():
         rank.limits = GpuLimits(250.0)
         job.pose(what, rank.end(0.8))
-    job.is_patient = True
+    job.waiting = []
     job.iterate_until(JobState.SOLVING)
-    job.pose("a frontier", solved(job.problem()))
+    job.pose("a frontier", solved(job.problems()[-1]))
     job.plan()
     job.pose("another baseline", BaselineRequested("request"))
     job.plan()

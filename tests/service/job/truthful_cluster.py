@@ -4,16 +4,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
-from typing import TypeVar
 
+from perseus.service.domain.inputs import TelemetryArrived
 from perseus.service.domain.model import HoldClocks, JobState, PlannedClocks
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import ComputationColumns, EnergyEstimate, EnergySample
 from perseus.service.job.rules import Rules
 from perseus.solver import Computation, Kind, Measurement, Pipeline, replay, with_lag
-from tests.service.service_fakes import CLOCKS_MHZ, Cluster, FakeRank, energy_j, make_spec, time_s
-
-E = TypeVar("E")
+from tests.service.job.emulated_cluster import EmulatedCluster
+from tests.service.service_fakes import CLOCKS_MHZ, FakeRank, energy_j, make_spec, time_s
 
 OVERHEAD_S = 0.02
 Slowness = Callable[[int, int], float]
@@ -24,7 +23,12 @@ def never(_stage: int, _clock_mhz: int) -> float:
     return 1.0
 
 
-class TruthfulCluster(Cluster):
+def slower_below_the_highest_clock(stage: int, clock_mhz: int) -> float:
+    """Stage 1 is slower than profiled, as in a plan that violates its prediction."""
+    return 1.3 if stage == 1 and clock_mhz < CLOCKS_MHZ[0] else 1.0
+
+
+class TruthfulCluster(EmulatedCluster):
     """Iterations take as long as their computations and transfers; agents keep estimating under plans.
 
     `work`: by stage, the factor by which the work has grown since the beginning, at every clock. `caps_mhz`:
@@ -49,41 +53,29 @@ class TruthfulCluster(Cluster):
         # By rank: the version of its clocks, and how much work there was in each iteration since.
         self._worked: dict[Coordinates, tuple[int, list[float]]] = {}
 
-    def run(self, count: int) -> None:
-        for _ in range(count):
-            for rank in self.ranks.values():
-                in_force = rank.begin()
-                if in_force is not None:
-                    self.send(in_force)
-            duration_s = max(self._iteration_time_s(rank) for rank in self.ranks.values()) + OVERHEAD_S
-            self.now_s += duration_s
-            for rank in self.ranks.values():
-                clocks = rank.in_force.clocks
-                rank.capped_mhz = self.caps_mhz.get(rank.place, 0)
-                rank.reasons = self.capping_reasons if rank.capped_mhz else 0
-                version, worked = self._worked.get(rank.place, (-1, []))
-                if version != rank.in_force.version:
-                    worked = []
-                worked.append(self.work(rank.place.stage))
-                self._worked[rank.place] = rank.in_force.version, worked
-                event = rank.end(duration_s)
-                batch = event.batch
-                if isinstance(clocks, PlannedClocks):
-                    batch = batch._replace(energy=self._estimate(rank, clocks))
-                if self._is_above_cap(rank) and batch.energy is not None:
-                    batch = batch._replace(energy=replace(batch.energy, samples=()))  # windows are discarded
-                if batch.energy is not None:
-                    batch = batch._replace(energy=_scaled(batch.energy, median(worked)))
-                if self._reports_timelines:
-                    batch = batch._replace(computations=self._timeline(rank, batch.computations))
-                self.send(replace(event, batch=batch))
+    def iteration_time_s(self) -> float:
+        return max(self._computing_time_s(rank) for rank in self.ranks.values()) + OVERHEAD_S
 
-    def run_until(self, state: JobState, limit: int = 100) -> int:
-        for count in range(limit):
-            if self.machine.record.state is state:
-                return count
-            self.run(1)
-        raise AssertionError(f"{self.machine.record.state} after {limit} iterations, expected {state}")
+    def end(self, rank: FakeRank, duration_s: float) -> TelemetryArrived:
+        clocks = rank.in_force.clocks
+        rank.capped_mhz = self.caps_mhz.get(rank.place, 0)
+        rank.reasons = self.capping_reasons if rank.capped_mhz else 0
+        version, worked = self._worked.get(rank.place, (-1, []))
+        if version != rank.in_force.version:
+            worked = []
+        worked.append(self.work(rank.place.stage))
+        self._worked[rank.place] = rank.in_force.version, worked
+        event = rank.end(duration_s)
+        batch = event.batch
+        if isinstance(clocks, PlannedClocks):
+            batch = batch._replace(energy=self._estimate(rank, clocks))
+        if self._is_above_cap(rank) and batch.energy is not None:
+            batch = batch._replace(energy=replace(batch.energy, samples=()))  # windows are discarded
+        if batch.energy is not None:
+            batch = batch._replace(energy=_scaled(batch.energy, median(worked)))
+        if self._reports_timelines:
+            batch = batch._replace(computations=self._timeline(rank, batch.computations))
+        return replace(event, batch=batch)
 
     def plan(self) -> "TruthfulCluster":
         """Bring the job to its first plans, in force everywhere."""
@@ -98,7 +90,7 @@ class TruthfulCluster(Cluster):
         clocks = rank.in_force.clocks
         return isinstance(clocks, HoldClocks) and 0 < rank.capped_mhz < clocks.clocks_mhz[rank.place.stage]
 
-    def _iteration_time_s(self, rank: FakeRank) -> float:
+    def _computing_time_s(self, rank: FakeRank) -> float:
         clocks = rank.in_force.clocks
         planned_mhz = clocks.plan.clocks_mhz if isinstance(clocks, PlannedClocks) else {}
 

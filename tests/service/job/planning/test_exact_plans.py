@@ -5,20 +5,16 @@ from dataclasses import replace
 import pytest
 
 from perseus.service.domain.commands import Announce, Command, DropSolve, Refine, SendOffer, Solve
-from perseus.service.domain.inputs import (
-    BaselineRequested,
-    Refined,
-    RefineFailed,
-    StragglerCleared,
-    StragglerReported,
-)
-from perseus.service.domain.model import JobState, PlannedClocks, Straggler
+from perseus.service.domain.inputs import BaselineRequested, Refined, RefineFailed
+from perseus.service.domain.model import JobState, PlannedClocks
 from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.iterations.baseline import MAX_WAIT_S
 from perseus.service.job.planning.exact_plans import KEPT_PLANS, MIN_GAIN, ExactPlans
 from perseus.solver import Plan, Refinement
 from perseus.v1 import event_pb2
 from tests.service.frontiers import FRONTIER
+from tests.service.job.emulated_cluster import PatientCluster
+from tests.service.job.machine_bench import straggler
 from tests.service.service_fakes import Cluster, make_spec
 
 MIDDLE_S = 1.07 * FRONTIER.t_min_s
@@ -97,26 +93,14 @@ def test_a_bounded_number_is_kept() -> None:
     assert len(wanted(buffer.take())) == 1
 
 
-class UnhurriedCluster(Cluster):
-    """A cluster whose exact plans wait until the test makes them."""
-
-    def __init__(self) -> None:
-        super().__init__(make_spec())
-        self.waiting: list[Refinement] = []
-
-    def handle(self, event: object) -> list[Command]:
-        commands = super().handle(event)  # type: ignore[arg-type]
-        self.waiting += wanted(commands)
-        return [command for command in commands if not isinstance(command, Refine)]
-
-
 @pytest.fixture
-def cluster() -> UnhurriedCluster:
-    cluster = UnhurriedCluster()
+def cluster() -> PatientCluster:
+    """A cluster whose exact plans wait until the test makes them."""
+    cluster = PatientCluster(make_spec())
     cluster.join_all()
     cluster.iterate_until(JobState.PLANNED)
     cluster.iterate(3)
-    assert not cluster.waiting
+    cluster.waiting = []
     return cluster
 
 
@@ -130,35 +114,10 @@ def planned_j(cluster: Cluster, pipeline: int) -> float:
     return clocks.plan.effective_energy_j
 
 
-def test_a_straggler_is_answered_at_once_and_once_more(cluster: UnhurriedCluster) -> None:
-    report = StragglerReported(Straggler(0, slowdown_factor=1.0731))
-    commands = cluster.handle(report)
-    assert offered(commands) == {1}
-    cluster.carry_out(commands)
-    (refinement,) = cluster.waiting
-    exact = refinement.plan()
-    point_j = planned_j(cluster, 1)
-    commands = cluster.handle(Refined(refinement, exact))
-    if exact.effective_energy_j < point_j - MIN_GAIN * exact.energy_until_j(refinement.deadline_s):
-        assert offered(commands) == {1}
-        assert planned_j(cluster, 1) == exact.effective_energy_j
-    else:
-        assert offered(commands) == set()
-    cluster.carry_out(commands)
-    cluster.iterate(3)
-    # The next time, the plan is available at once.
-    cluster.send(StragglerCleared(0))
-    at_once_j = planned_j(cluster, 1)
-    cluster.iterate(3)
-    cluster.send(report)
-    assert planned_j(cluster, 1) <= point_j < at_once_j
-    assert len(cluster.waiting) == 1
-
-
-def test_a_plan_that_can_not_be_made_leaves_the_point_in_force(cluster: UnhurriedCluster) -> None:
-    cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.0731)))
+def test_a_plan_that_can_not_be_made_leaves_the_point_in_force(cluster: PatientCluster) -> None:
+    cluster.send(straggler(1.0731))
     before_j = planned_j(cluster, 1)
-    (refinement,) = cluster.waiting
+    (refinement,) = cluster.refinements()
     commands = cluster.handle(RefineFailed(refinement, "made up"))
     assert offered(commands) == set()
     assert planned_j(cluster, 1) == before_j
@@ -167,15 +126,15 @@ def test_a_plan_that_can_not_be_made_leaves_the_point_in_force(cluster: Unhurrie
         isinstance(command, Announce) and command.event.type == event_pb2.JOB_EVENT_TYPE_SOLVE_FAILED
         for command in commands
     )
-    cluster.handle(RefineFailed(refinement, "again"))
-    assert len(cluster.waiting) == 1
+    cluster.send(RefineFailed(refinement, "again"))
+    assert len(cluster.refinements()) == 1
 
 
 def test_a_plan_that_comes_while_the_baseline_is_measured_waits_for_its_end(
-    cluster: UnhurriedCluster,
+    cluster: PatientCluster,
 ) -> None:
-    cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.0731)))
-    (refinement,) = cluster.waiting
+    cluster.send(straggler(1.0731))
+    (refinement,) = cluster.refinements()
     cluster.send(BaselineRequested("once"))
     cluster.expect(JobState.BASELINE)
     commands = cluster.handle(Refined(refinement, refinement.plan()))
@@ -185,13 +144,13 @@ def test_a_plan_that_comes_while_the_baseline_is_measured_waits_for_its_end(
     cluster.expect(JobState.BASELINE)
     cluster.now_s += MAX_WAIT_S  # the straggler lasts
     cluster.iterate_until(JobState.PLANNED)
-    assert len(cluster.waiting) == 1
+    assert len(cluster.refinements()) == 1
 
 
-def test_one_problem_at_a_time(cluster: UnhurriedCluster) -> None:
+def test_one_problem_at_a_time(cluster: PatientCluster) -> None:
     """Drift that requests another frontier drops the plan that is being made."""
-    cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.0731)))
-    assert len(cluster.waiting) == 1
+    cluster.send(straggler(1.0731))
+    assert len(cluster.refinements()) == 1
     cluster.machine.run.planner.solve()
     commands = cluster.machine.run.buffer.take()
     assert [type(command) for command in commands if isinstance(command, DropSolve | Solve)] == [

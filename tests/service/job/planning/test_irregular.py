@@ -54,38 +54,21 @@ def test_iterations_under_other_plans_do_not_count() -> None:
     assert all(watch.judge(iteration(n, 5.0, version=n // 4), PREDICTED_S) is None for n in range(40))
 
 
-class OtherCluster(TruthfulCluster):
-    """A cluster whose iterations are irregular and longer while `differs`."""
-
-    differs = False
-
-    def run(self, count: int) -> None:
-        for _ in range(count):
-            if self.differs:
-                self.iterate(1, duration_s=3.0, is_regular=False)
-            else:
-                super().run(1)
-
-
 def test_a_job_with_irregular_iterations_is_at_stock_until_they_are_regular_again() -> None:
-    cluster = OtherCluster()
-    cluster.plan()
+    cluster = TruthfulCluster().plan()
     t_min_s = cluster.job().t_min_s
-    cluster.differs = True
-    cluster.run(5)
+    cluster.iterate(5, 3.0, is_regular=False)
     cluster.expect(JobState.BASELINE)
     assert cluster.machine.record.state_reason == (
         "iterations are irregular and take 3.000000 s: stock until they are regular again"
     )
-    cluster.run(20)
+    cluster.iterate(20, 3.0, is_regular=False)
     cluster.expect(JobState.BASELINE)
-    cluster.differs = False
     cluster.run_until(JobState.PLANNED)
     assert cluster.job().t_min_s == t_min_s, "nothing was measured or solved anew"
     assert cluster.announced(event_pb2.PredictionViolated) == []
     cluster.run(3)
-    cluster.differs = True
-    cluster.run(20)
+    cluster.iterate(20, 3.0, is_regular=False)
     cluster.expect(JobState.PLANNED)  # by now they are known to take as long at stock
     (*_, baseline, last) = [period for period, _ in report(cluster.machine.run.log.periods, 0)]
     assert (baseline.state, last.state) == (JobState.BASELINE, JobState.PLANNED)

@@ -1,11 +1,9 @@
 """Lasting refusals: the job ends up with plans that all ranks can follow, by its exact commands."""
 
-from dataclasses import replace
-
 import pytest
 
-from perseus.service.domain.commands import Announce, Command, SendOffer, Solve
-from perseus.service.domain.inputs import AgentLeft, OfferAnswered, Solved, StragglerReported
+from perseus.service.domain.commands import Announce, Command, Solve
+from perseus.service.domain.inputs import AgentLeft, Solved
 from perseus.service.domain.model import (
     STOCK,
     STOCK_MHZ,
@@ -14,7 +12,6 @@ from perseus.service.domain.model import (
     Offer,
     PlannedClocks,
     RefusalReason,
-    Straggler,
     stage_clocks,
 )
 from perseus.service.domain.specification import Coordinates
@@ -22,8 +19,18 @@ from perseus.service.job import views
 from perseus.service.job.rules import Rules
 from perseus.solver import solve
 from perseus.v1 import event_pb2
-from tests.service.job.machine_bench import FIRST, FOURTH, SECOND, THIRD, events, offers, planned
-from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, Cluster, make_spec
+from tests.service.job.machine_bench import (
+    FIRST,
+    FOURTH,
+    SECOND,
+    THIRD,
+    answer,
+    events,
+    offers,
+    planned,
+    straggler,
+)
+from tests.service.service_fakes import CLOCKS_MHZ, Cluster, make_spec
 
 LASTING = (RefusalReason.NOT_PERMITTED, RefusalReason.GPU_FAILED, RefusalReason.ORDER_MISMATCH)
 
@@ -37,18 +44,18 @@ def messages(commands: list[Command]) -> list[str]:
 
 
 def planned_mhz(cluster: Cluster, stage: int) -> set[int]:
-    found: set[int] = set()
+    used_mhz: set[int] = set()
     for offer in cluster.machine.run.offers:
         assert isinstance(offer.clocks, PlannedClocks)
-        found.update(planned.clock_mhz for planned in offer.clocks.plan.stages[stage])
-    return found
+        used_mhz.update(planned.clock_mhz for planned in offer.clocks.plan.stages[stage])
+    return used_mhz
 
 
-def profiling() -> Cluster:
+def measuring_stock() -> Cluster:
+    """Return a cluster that is profiled after its next iteration."""
     cluster = Cluster(make_spec(), Rules(baseline_iterations=1))
     cluster.join_all()
     cluster.iterate(1)
-    cluster.expect(JobState.BASELINE)
     return cluster
 
 
@@ -57,11 +64,10 @@ def test_a_stage_that_can_not_be_clocked_stays_at_stock_and_the_others_are_plann
     reason: RefusalReason,
 ) -> None:
     cluster = planned()
-    commands = cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.2)))
+    commands = cluster.handle(straggler())
     offer = offers(commands)[FOURTH]
     iteration = cluster.ranks[FOURTH].iteration
-    answer = OfferAnswered(FOURTH, "agent-1", EPOCH, offer.version, reason, "sorry", iteration)
-    commands = cluster.handle(answer)
+    commands = cluster.handle(answer(cluster, FOURTH, offer.version, reason, iteration))
     assert events(commands)[:2] == [
         event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED,
         event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
@@ -81,7 +87,7 @@ def test_a_stage_that_can_not_be_clocked_stays_at_stock_and_the_others_are_plann
     assert planned_mhz(cluster, stage=1) == {STOCK_MHZ}
     assert STOCK_MHZ not in planned_mhz(cluster, stage=0)
     # From now on the stage at stock gets no offers, as nothing changes for it.
-    commands = cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.4)))
+    commands = cluster.handle(straggler(1.4))
     assert offers(commands).keys() == {THIRD}
     assert cluster.machine.run.offers[1].stage_versions[1] == offer.version + 1
 
@@ -103,7 +109,7 @@ def test_a_clock_that_is_not_available_is_left_out_of_its_stages_plans() -> None
     used_mhz = planned_mhz(cluster, stage=0)
     gone_mhz = min(used_mhz)
     cluster.ranks[THIRD].missing_mhz = frozenset({gone_mhz})
-    cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.2)))
+    cluster.send(straggler())
     cluster.iterate(6)
     cluster.expect(JobState.PLANNED)
     cluster.expect_in_force()
@@ -116,36 +122,15 @@ def test_a_clock_that_is_not_available_is_left_out_of_its_stages_plans() -> None
 
 def test_a_refusal_that_names_no_clock_excludes_all_clocks_of_the_offer() -> None:
     cluster = planned()
-    offer = offers(cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.2))))[THIRD]
+    offer = offers(cluster.handle(straggler()))[THIRD]
     assert isinstance(offer.clocks, PlannedClocks)
     asked_mhz = {planned.clock_mhz for planned in offer.clocks.plan.stages[0]}
-    refused = RefusalReason.CLOCK_NOT_SUPPORTED
-    cluster.handle(OfferAnswered(THIRD, "agent-1", EPOCH, offer.version, refused, "", 30))
+    cluster.handle(answer(cluster, THIRD, offer.version, RefusalReason.CLOCK_NOT_SUPPORTED))
     assert set(cluster.machine.run.ranks[THIRD].refused_clocks_mhz) == asked_mhz
 
 
-def test_a_clock_refused_while_profiling_is_not_held_again() -> None:
-    cluster = profiling()
-    cluster.ranks[SECOND].missing_mhz = frozenset({CLOCKS_MHZ[0], CLOCKS_MHZ[-1]})
-    cluster.iterate_until(JobState.PLANNED)
-    cluster.iterate(3)
-    cluster.expect_in_force()
-    held = [
-        offer.clocks
-        for command in cluster.history
-        if isinstance(command, SendOffer)
-        for offer in [command.offer]
-        if isinstance(offer.clocks, HoldClocks)
-    ]
-    assert held[0].clocks_mhz == (1400, 1400)
-    assert held[-1].clocks_mhz[1] not in (1400, 900)
-    measured = {(profile.stage, profile.clock_mhz) for profile in cluster.machine.run.profiler.profiles}
-    assert {(0, 1400), (0, 900)} <= measured
-    assert not {(1, 1400), (1, 900)} & measured
-
-
 def test_a_refusal_while_profiling_leaves_the_clocks_of_the_other_stages() -> None:
-    cluster = profiling()
+    cluster = measuring_stock()
     cluster.ranks[FOURTH].is_permitted = False
     for rank in cluster.ranks.values():
         rank.begin()
@@ -158,41 +143,6 @@ def test_a_refusal_while_profiling_leaves_the_clocks_of_the_other_stages() -> No
         place: Offer(first[FOURTH].version + 1, 3, HoldClocks((1400, STOCK_MHZ)))
         for place in (SECOND, FOURTH)
     }
-
-
-def test_a_stage_without_permission_from_the_start_is_measured_and_planned_at_stock() -> None:
-    cluster = profiling()
-    cluster.ranks[FOURTH].is_permitted = False
-    cluster.iterate_until(JobState.PLANNED)
-    cluster.iterate(3)
-    cluster.expect_in_force()
-    measured = [profile.clock_mhz for profile in cluster.machine.run.profiler.profiles if profile.stage == 1]
-    assert measured == [CLOCKS_MHZ[0]], "stock counts as the highest clock"
-    assert planned_mhz(cluster, stage=1) == {STOCK_MHZ}
-    assert len(planned_mhz(cluster, stage=0)) > 1
-
-
-def test_if_no_stage_can_be_clocked_the_job_stays_at_stock_with_the_reason() -> None:
-    cluster = planned()
-    cluster.send(cluster.ranks[FIRST].lose_permission())
-    cluster.iterate_until(JobState.PLANNED)
-    cluster.iterate(3)
-    commands = cluster.handle(cluster.ranks[FOURTH].lose_permission())
-    (again,) = offers(commands).values()
-    commands = cluster.handle(cluster.ranks[FOURTH].answer(again))
-    cluster.expect(JobState.STOCK)
-    assert "every stage has to stay at stock" in messages(commands)[1]
-    cluster.carry_out(commands)
-    cluster.iterate(3)
-    cluster.expect_in_force()
-
-
-def test_an_agent_that_does_not_know_the_rank_yet_changes_nothing() -> None:
-    cluster = planned()
-    offer = offers(cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.2))))[THIRD]
-    unknown = OfferAnswered(THIRD, "agent-1", EPOCH, offer.version, RefusalReason.UNKNOWN_RANK, "", -1)
-    assert events(cluster.handle(unknown)) == [event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED]
-    cluster.expect(JobState.PLANNED)
 
 
 def test_a_frontier_for_clocks_that_are_gone_is_not_used() -> None:
@@ -230,11 +180,13 @@ def test_refusals_survive_a_restart_of_the_coordinator_but_not_of_the_agent() ->
     assert STOCK_MHZ not in planned_mhz(cluster, stage=1)
 
 
-def test_late_answers_to_a_replaced_offer_change_nothing() -> None:
+def test_answers_to_a_replaced_offer_of_another_epoch_or_for_an_unknown_rank_change_nothing() -> None:
     cluster = planned()
-    old = offers(cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.2))))[THIRD]
-    cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.4)))
-    answer = OfferAnswered(THIRD, "agent-1", EPOCH, old.version, RefusalReason.NOT_PERMITTED, "", 30)
-    assert cluster.handle(answer) == []
-    assert cluster.handle(replace(answer, epoch="another")) == []
+    old = offers(cluster.handle(straggler()))[THIRD]
+    new = offers(cluster.handle(straggler(1.4)))[THIRD]
+    refusal = RefusalReason.NOT_PERMITTED
+    assert cluster.handle(answer(cluster, THIRD, old.version, refusal)) == []
+    assert cluster.handle(answer(cluster, THIRD, new.version, refusal, epoch="another")) == []
+    unknown = answer(cluster, THIRD, new.version, RefusalReason.UNKNOWN_RANK, -1)
+    assert events(cluster.handle(unknown)) == [event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED]
     cluster.expect(JobState.PLANNED)

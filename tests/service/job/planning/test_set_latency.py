@@ -126,21 +126,6 @@ def run_for(cluster: TruthfulCluster, time_s: float) -> None:
         cluster.run(1)
 
 
-def test_plans_are_made_with_the_latency_found_while_profiling() -> None:
-    cluster = TruthfulCluster()
-    let_all_report(cluster, 0.060)
-    cluster.plan()
-    assert solves(cluster) == [0.060]
-    (solved,) = cluster.announced(event_pb2.Solved)
-    assert solved.set_latency_s == 0.060
-    view = cluster.job()
-    assert view.set_latency_s == 0.060
-    assert view.latency_cost_percent == solved.latency_cost_percent > 0
-    cluster.run(4)
-    period = cluster.machine.run.log.periods[-1]
-    assert (period.state, period.latency_cost_percent) == (JobState.PLANNED, view.latency_cost_percent)
-
-
 @pytest.mark.slow("solves three times, and minutes pass between")
 def test_a_first_latency_under_plans_renews_them_and_later_only_a_lasting_change() -> None:
     cluster = TruthfulCluster().plan()

@@ -19,10 +19,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from perseus.service.api.translate_agents import max_clock_to_proto, offer_to_proto
-from perseus.service.api.translate_jobs import (
-    period_to_proto,
-    rank_to_proto,
-)
+from perseus.service.api.translate_jobs import period_to_proto, rank_to_proto
 from perseus.service.domain.commands import (
     AcceptRank,
     Announce,

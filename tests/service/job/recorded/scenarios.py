@@ -30,34 +30,22 @@ from perseus.service.domain.inputs import (
     Tick,
 )
 from perseus.service.domain.measured import KnownProfile
-from perseus.service.domain.model import (
-    FaultyPart,
-    GpuErrorReason,
-    JobState,
-    RankLeftReason,
-    Straggler,
-)
+from perseus.service.domain.model import FaultyPart, GpuErrorReason, JobState, RankLeftReason, Straggler
 from perseus.service.domain.signals import ExtraTime, SignalKind, SignalRule, SignalTargetState, WorkWindow
 from perseus.service.domain.snapshot import Fault, RunSnapshot
-from perseus.service.domain.specification import (
-    BudgetTerms,
-    Coordinates,
-    Deadline,
-    OperatingPolicy,
-    Registration,
-)
+from perseus.service.domain.specification import BudgetTerms, Deadline, OperatingPolicy, Registration
 from perseus.service.domain.telemetry import GpuLimits
 from perseus.service.job import views
 from perseus.service.job.quarantine import handle, quarantine
 from perseus.service.job.rules import Rules
+from tests.service.job.machine_bench import FIRST, cluster_in, planned, straggler
 from tests.service.job.recorded.runs import Broken, Step
 from tests.service.job.stragglers.straggler_cluster import TimedCluster
-from tests.service.job.truthful_cluster import TruthfulCluster
-from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, START_S, Cluster, make_spec
+from tests.service.job.truthful_cluster import TruthfulCluster, slower_below_the_highest_clock
+from tests.service.service_fakes import EPOCH, START_S, Cluster, make_spec
 
 Steps = list[Step]
 QUICK = Rules(lease_s=10.0, baseline_iterations=1, profile_iterations=1)
-FIRST = Coordinates(0, 0, 0)
 
 
 def _planned(cluster: Cluster, more: int = 3) -> Cluster:
@@ -65,10 +53,6 @@ def _planned(cluster: Cluster, more: int = 3) -> Cluster:
     cluster.iterate_until(JobState.PLANNED)
     cluster.iterate(more)
     return cluster
-
-
-def _stage_1_is_slower(stage: int, clock_mhz: int) -> float:
-    return 1.3 if stage == 1 and clock_mhz < CLOCKS_MHZ[0] else 1.0
 
 
 def _broken(cluster: Cluster, steps: Steps, part: FaultyPart) -> RunSnapshot:
@@ -98,7 +82,7 @@ def from_registration_to_the_end(_steps: Steps) -> None:
 
 
 def tensor_parallel_ranks(_steps: Steps) -> None:
-    cluster = _planned(Cluster(make_spec(tensors=2, pipelines=3)))
+    cluster = planned(tensors=2, pipelines=3)
     cluster.send(FinishRequested())
 
 
@@ -107,13 +91,13 @@ def predictions_that_hold(_steps: Steps) -> None:
 
 
 def irregular_iterations(_steps: Steps) -> None:
-    cluster = _planned(Cluster(make_spec()))
+    cluster = planned()
     cluster.iterate(3, 1.7, is_regular=False)
     cluster.iterate(5)
 
 
 def a_policy_for_every_need(_steps: Steps) -> None:
-    cluster = _planned(Cluster(make_spec(policy=OperatingPolicy(10.0))))
+    cluster = planned(policy=OperatingPolicy(10.0))
     for policy in (
         OperatingPolicy(30.0),
         OperatingPolicy(max_average_power_w=1.0),
@@ -142,8 +126,8 @@ def slow_clock_changes(_steps: Steps) -> None:
 
 
 def a_straggler_that_is_reported_and_cleared(_steps: Steps) -> None:
-    cluster = _planned(Cluster(make_spec(pipelines=3)))
-    cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.3)))
+    cluster = planned(pipelines=3)
+    cluster.send(straggler(1.3))
     cluster.iterate(4)
     cluster.send(StragglerReported(Straggler(1, iteration_time_s=2.0)))
     cluster.iterate(4)
@@ -156,25 +140,23 @@ def a_straggler_that_is_found(_steps: Steps) -> None:
     cluster = TimedCluster(make_spec(pipelines=4, microbatches=6))
     cluster.run_to_plan()
     cluster.run(30)
-    cluster.run(25, {2: 1.3})
-    cluster.run(25, {2: 1.0})
+    cluster.findings(25, {2: 1.3})
+    cluster.findings(25, {2: 1.0})
 
 
 def two_stragglers_and_a_restart(_steps: Steps) -> None:
     cluster = TimedCluster(make_spec(pipelines=4, microbatches=6), seed=1)
     cluster.run_to_plan()
-    cluster.run(20, {0: 1.2})
-    cluster.run(10, {3: 1.5})
+    cluster.findings(20, {0: 1.2})
+    cluster.findings(10, {3: 1.5})
     cluster.restart()
     cluster.join_all()
-    cluster.run(30, {0: 1.0, 3: 1.0})
+    cluster.findings(30, {0: 1.0, 3: 1.0})
 
 
 def a_straggler_while_profiling(_steps: Steps) -> None:
-    cluster = Cluster(make_spec())
-    cluster.join_all()
-    cluster.iterate_until(JobState.PROFILING)
-    cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.5)))
+    cluster = cluster_in(JobState.PROFILING)
+    cluster.send(straggler(1.5))
     _planned(cluster)
 
 
@@ -196,7 +178,7 @@ def clocks_that_no_rank_may_set(_steps: Steps) -> None:
 
 
 def a_permission_that_is_lost_and_comes_back(_steps: Steps) -> None:
-    cluster = _planned(Cluster(make_spec()))
+    cluster = planned()
     rank = cluster.ranks[FIRST]
     cluster.send(rank.lose_permission())
     cluster.iterate(6)
@@ -210,7 +192,7 @@ def a_permission_that_is_lost_and_comes_back(_steps: Steps) -> None:
 
 
 def gpus_that_fail(_steps: Steps) -> None:
-    cluster = _planned(Cluster(make_spec()))
+    cluster = planned()
     for number in range(3):
         report = GpuErrorReported(FIRST, "GPU-0-0-0", GpuErrorReason.LOST, f"it fell off the bus: {number}")
         cluster.send(report)
@@ -236,7 +218,7 @@ def an_agent_that_is_silent(_steps: Steps) -> None:
 
 
 def a_trainer_that_is_started_again(_steps: Steps) -> None:
-    cluster = _planned(Cluster(make_spec()))
+    cluster = planned()
     for rank in cluster.ranks.values():
         cluster.send(RankLeft(rank.place, rank.instance_id, RankLeftReason.TRAINER_GONE))
     for rank in cluster.ranks.values():
@@ -246,8 +228,7 @@ def a_trainer_that_is_started_again(_steps: Steps) -> None:
 
 
 def a_coordinator_that_is_killed_while_profiling(_steps: Steps) -> None:
-    cluster = Cluster(make_spec())
-    cluster.join_all()
+    cluster = cluster_in(JobState.BASELINE)
     cluster.iterate(12)
     cluster.restart()
     cluster.join_all()
@@ -267,10 +248,10 @@ def a_coordinator_that_is_killed_again_and_again(_steps: Steps) -> None:
 
 
 def a_coordinator_that_lost_state(_steps: Steps) -> None:
-    cluster = _planned(Cluster(make_spec()))
+    cluster = planned()
     cluster.send(EpochRenewed(EPOCH))
     cluster.iterate(3)
-    cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.2)))
+    cluster.send(straggler(pipeline=1))
     cluster.iterate(4)
 
 
@@ -278,7 +259,7 @@ def a_coordinator_that_lost_state(_steps: Steps) -> None:
 
 
 def a_power_budget_that_falls_and_ends(_steps: Steps) -> None:
-    cluster = _planned(Cluster(make_spec()))
+    cluster = planned()
     points = views.solved_frontier(cluster.machine.run).points
     for index, is_urgent in ((len(points) // 2, True), (-1, True), (len(points) // 4, False)):
         cluster.send(BudgetTargetSet(points[index].iteration_time_s, is_urgent))
@@ -290,8 +271,7 @@ def a_power_budget_that_falls_and_ends(_steps: Steps) -> None:
 
 
 def a_maximum_clock_before_and_after_plans(_steps: Steps) -> None:
-    cluster = Cluster(make_spec())
-    cluster.join_all()
+    cluster = cluster_in(JobState.BASELINE)
     cluster.send(MaxClockSet(1000))
     cluster.iterate(6, duration_s=1.1)
     cluster.restart()
@@ -311,7 +291,7 @@ def a_maximum_clock_before_and_after_plans(_steps: Steps) -> None:
 def load_shifting_by_carbon(_steps: Steps) -> None:
     rule = SignalRule(SignalKind.CARBON, ExtraTime(10, 86_400.0))
     window = WorkWindow(0.0, 86_400.0, 50_000.0)
-    cluster = _planned(Cluster(make_spec(policy=OperatingPolicy(signal=rule))))
+    cluster = planned(policy=OperatingPolicy(signal=rule))
     points = views.solved_frontier(cluster.machine.run).points
     for share, value in ((0.4, 400.0), (0.1, 120.0)):
         target_time_s = points[int(share * len(points))].iteration_time_s
@@ -335,7 +315,7 @@ def drift_that_is_followed(_steps: Steps) -> None:
 
 
 def a_prediction_that_is_violated(_steps: Steps) -> None:
-    cluster = TruthfulCluster(_stage_1_is_slower).plan()
+    cluster = TruthfulCluster(slower_below_the_highest_clock).plan()
     cluster.run(40)
     cluster.restart()
     cluster.join_all()
@@ -372,7 +352,7 @@ def a_power_limit_that_changes(_steps: Steps) -> None:
 def a_gpu_that_is_capped(_steps: Steps) -> None:
     cluster = TruthfulCluster(reports_timelines=True).plan()
     cluster.run(6)
-    cluster.caps_mhz[Coordinates(0, 0, 0)] = 1100
+    cluster.caps_mhz[FIRST] = 1100
     cluster.run(40)
 
 
@@ -416,8 +396,7 @@ def ranks_of_another_specification(_steps: Steps) -> None:
 
 
 def a_problem_that_is_not_solved(_steps: Steps) -> None:
-    cluster = Cluster(make_spec())
-    cluster.join_all()
+    cluster = cluster_in(JobState.BASELINE)
     while not any(isinstance(command, Solve) for command in cluster.history):
         for rank in cluster.ranks.values():
             if (in_force := rank.begin()) is not None:
@@ -436,7 +415,7 @@ def a_problem_that_is_not_solved(_steps: Steps) -> None:
 
 
 def a_quarantined_run_that_is_resumed(steps: Steps) -> None:
-    cluster = _planned(Cluster(make_spec()))
+    cluster = planned()
     run = _broken(cluster, steps, FaultyPart.MACHINE)
     for event in (
         Tick(),
@@ -456,8 +435,7 @@ def a_quarantined_run_that_is_resumed(steps: Steps) -> None:
 
 
 def a_quarantined_run_that_is_finished(steps: Steps) -> None:
-    cluster = Cluster(make_spec())
-    cluster.join_all()
+    cluster = cluster_in(JobState.BASELINE)
     cluster.iterate(8)
     run = _broken(cluster, steps, FaultyPart.VIEW)
     for event in (

@@ -5,12 +5,12 @@ import re
 import numpy as np
 import pytest
 
-from perseus.service.domain.commands import Announce, SendOffer
-from perseus.service.domain.inputs import PolicySet, StragglerCleared, StragglerReported
-from perseus.service.domain.model import JobState, Straggler
+from perseus.service.domain.inputs import PolicySet, StragglerCleared
+from perseus.service.domain.model import JobState
 from perseus.service.domain.specification import OperatingPolicy
 from perseus.service.job.stragglers.detector import ENTER
 from perseus.v1 import event_pb2, job_pb2
+from tests.service.job.machine_bench import straggler
 from tests.service.job.stragglers.straggler_cluster import TimedCluster
 from tests.service.service_fakes import make_spec
 
@@ -30,11 +30,6 @@ def detected(cluster: TimedCluster) -> dict[int, float]:
     return {straggler.pipeline: straggler.iteration_time_s / job.t_min_s for straggler in job.stragglers}
 
 
-def found_factor(cluster: TimedCluster) -> float:
-    """Return the factor of the latest finding."""
-    return cluster.announced(event_pb2.StragglerFinding)[-1].slowdown_factor
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("pipelines", "slow"), [(2, 0), (2, 1), (4, 2)])
 def test_a_straggler_is_answered_and_withdrawn_within_three_iterations(
@@ -45,21 +40,19 @@ def test_a_straggler_is_answered_and_withdrawn_within_three_iterations(
     t_min_s = cluster.job().t_min_s
 
     cluster.slowdowns[slow] = 1.2
-    count, offered = cluster.run_until_offered(limit=3)
-    assert (count <= 3, offered) == (True, others)
-    assert found_factor(cluster) == pytest.approx(1.2, abs=0.02)
+    assert cluster.offered_within(3) == others
+    assert cluster.announced(event_pb2.StragglerFinding)[-1].slowdown_factor == pytest.approx(1.2, abs=0.02)
     assert detected(cluster) == {slow: pytest.approx(1.18, abs=0.02)}, (
         "the others only take the time that they surely wait"
     )
-    assert all(change.straggler_finding.pipeline == slow for change in cluster.run(10))
+    assert all(change.straggler_finding.pipeline == slow for change in cluster.findings(10))
     for pipeline, time_s in enumerate(cluster.planned_times_s()):
         assert time_s == t_min_s if pipeline == slow else t_min_s < time_s <= 1.22 * t_min_s
 
     cluster.slowdowns[slow] = 1.0
-    count, offered = cluster.run_until_offered(limit=3)
-    assert (count <= 3, offered) == (True, others)
+    assert cluster.offered_within(3) == others
     assert detected(cluster) == {}
-    assert cluster.run(20) == []
+    assert cluster.findings(20) == []
     assert cluster.planned_times_s() == [t_min_s] * pipelines
 
 
@@ -71,50 +64,16 @@ def test_there_are_no_findings_while_all_pipelines_are_normal(seed: int) -> None
     for percent in (5.0, 0.0, 20.0):
         cluster.send(PolicySet(OperatingPolicy(percent)))
         cluster.run(8)
-    cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.15)))
+    cluster.send(straggler(1.15, pipeline=1))
     cluster.run(8)
     cluster.send(StragglerCleared(1))
     cluster.run(40)
-    assert not [
-        command.event
-        for command in cluster.history
-        if isinstance(command, Announce) and command.event.type == event_pb2.JOB_EVENT_TYPE_STRAGGLER_DETECTED
-    ]
-
-
-def test_a_single_slow_iteration_changes_nothing() -> None:
-    cluster = planned()
-    for slowdown in (1.2, 1.5, 3.0):
-        before = len(cluster.offered_versions)
-        assert cluster.run(1, {1: slowdown}) == []
-        assert cluster.run(6, {1: 1.0}) == []
-        assert len(cluster.offered_versions) == before
-
-
-@pytest.mark.parametrize("high", [1 + 1.5 * ENTER, 1.1, 1.2])
-def test_alternating_jitter_does_not_flap(high: float) -> None:
-    cluster = planned()
-    found = [change for _ in range(10) for s in (high, 1.0) for change in cluster.run(1, {0: s})]
-    assert len(found) <= 1
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_jitter_at_the_limit_does_not_flap(seed: int) -> None:
-    cluster = planned(seed=seed, noise=0.002)
-    levels = (1 + 0.75 * ENTER, 1 + 1.25 * ENTER)
-    found = [change for _ in range(10) for s in levels for change in cluster.run(1, {0: s})]
-    assert len(found) <= 1
-
-
-def test_a_step_of_the_whole_job_is_no_straggler() -> None:
-    cluster = planned()
-    assert cluster.run(10, {0: 1.15, 1: 1.15}) == []
-    assert cluster.run(10, {0: 1.0, 1: 1.0}) == []
+    assert cluster.announced(event_pb2.StragglerFinding) == []
 
 
 def test_the_event_has_the_finding() -> None:
     cluster = planned(noise=0.0)
-    (found,) = cluster.run(3, {1: 1.2})
+    (found,) = cluster.findings(3, {1: 1.2})
     assert found.type == event_pb2.JOB_EVENT_TYPE_STRAGGLER_DETECTED
     # All stages are equally slow: the plan's rounding decides which one is named.
     expected = r"pipeline 1 is slow: 1\.199 × its plan, stage \d the most; the others may take 1\.194 ×"
@@ -125,91 +84,51 @@ def test_the_event_has_the_finding() -> None:
     assert finding.limit == ENTER
     assert finding.iteration_count == 2
     assert not finding.is_overridden
-    (found,) = cluster.run(3, {1: 1.0})
+    (found,) = cluster.findings(3, {1: 1.0})
     assert (found.type, found.message) == (
         event_pb2.JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN,
         "pipeline 1 is back to normal",
     )
 
 
-def test_a_gpu_that_reports_heat_is_believed_at_once() -> None:
-    cluster = planned(noise=0.0)
-    cluster.clock_event_reasons[1] = 0x40
-    assert cluster.run(5) == [], "while it keeps up"
-    cluster.slowdowns[1] = 1.2
-    count, _ = cluster.run_until_offered(limit=1)
-    assert count == 1
-
-
 def test_without_a_plan_pipelines_are_compared_with_their_peers() -> None:
     cluster = TimedCluster(make_spec(pipelines=3, stages=3, microbatches=6))
     cluster.join_all()
     cluster.run(5)
-    found = cluster.run(4, {2: 1.2})
+    (found,) = cluster.findings(4, {2: 1.2})
     assert cluster.machine.record.state in (JobState.BASELINE, JobState.PROFILING)
-    assert [change.straggler_finding.pipeline for change in found] == [2]
-    assert "its peers" in found[0].message
+    assert found.straggler_finding.pipeline == 2
+    assert "its peers" in found.message
     assert cluster.machine.run.planner.straggler_times_s() == {2: 0.0}
 
 
 def test_a_report_overrides_findings_until_it_is_cleared() -> None:
     cluster = planned()
     t_min_s = cluster.job().t_min_s
-    cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.3)))
-    found = cluster.run(6, {1: 1.2})
-    assert {change.straggler_finding.is_overridden for change in found} == {True}
-    (straggler,) = cluster.job(is_full=True).stragglers
-    assert straggler == job_pb2.Straggler(pipeline=1, iteration_time_s=1.3 * t_min_s)
+    cluster.send(straggler(1.3, pipeline=1))
+    overridden = {change.straggler_finding.is_overridden for change in cluster.findings(6, {1: 1.2})}
+    assert overridden == {True}
+    (slow,) = cluster.job(is_full=True).stragglers
+    assert slow == job_pb2.Straggler(pipeline=1, iteration_time_s=1.3 * t_min_s)
 
     cluster.send(StragglerCleared(1))
     assert detected(cluster) == {1: pytest.approx(1.18, abs=0.02)}, "the finding made meanwhile counts"
-    assert [change.type for change in cluster.run(3, {1: 1.0})] == [
-        event_pb2.JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN
-    ]
+    (found,) = cluster.findings(3, {1: 1.0})
+    assert found.type == event_pb2.JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN
     assert detected(cluster) == {}
-
-
-def test_a_finding_can_be_cleared_and_is_found_again() -> None:
-    cluster = planned()
-    cluster.run(3, {1: 1.2})
-    cluster.send(StragglerCleared(1))
-    assert detected(cluster) == {}
-    assert {change.straggler_finding.pipeline for change in cluster.run(3)} == {1}
 
 
 def test_a_straggler_scales_with_the_plan_that_it_has() -> None:
     cluster = planned(noise=0.0)
     cluster.send(PolicySet(OperatingPolicy(10.0)))
-    cluster.run(6, {1: 1.1})
+    cluster.findings(6, {1: 1.1})
     own_s = cluster.planned_times_s()[1]
-    (straggler,) = cluster.job(is_full=True).stragglers
-    assert straggler.pipeline == 1
-    assert straggler.iteration_time_s == pytest.approx(1.1 * own_s, rel=0.01)
+    (slow,) = cluster.job(is_full=True).stragglers
+    assert slow.pipeline == 1
+    assert slow.iteration_time_s == pytest.approx(1.1 * own_s, rel=0.01)
     cluster.send(PolicySet(OperatingPolicy(0.0)))
     cluster.run(6)
     assert detected(cluster) == {1: pytest.approx(1.1, rel=0.01)}
-
-
-def test_a_restarted_coordinator_keeps_its_findings() -> None:
-    cluster = planned(noise=0.0)
-    cluster.run(6, {1: 1.2})
-    before = cluster.planned_times_s()
-    cluster.restart()
-    cluster.join_all()
-    assert cluster.run(6) == []
-    assert detected(cluster) == {1: pytest.approx(1.2, rel=0.01)}
-    assert cluster.planned_times_s() == before
-    assert [change.type for change in cluster.run(3, {1: 1.0})] == [
-        event_pb2.JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN
-    ]
-
-
-def test_offers_for_a_straggler_reach_only_the_others() -> None:
-    cluster = planned(pipelines=4)
-    before = len(cluster.history)
-    cluster.run(8, {3: 1.2})
-    offered = {c.rank.pipeline for c in cluster.history[before:] if isinstance(c, SendOffer)}
-    assert offered == {0, 1, 2}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -218,10 +137,8 @@ def test_a_straggler_that_takes_a_while_to_prove_violates_no_prediction(seed: in
     cluster = planned(4, seed, noise=0.001)
     chance = np.random.default_rng(seed)
     for _ in range(5):
-        cluster.run(12, dict(enumerate((1 + 0.004 * chance.standard_normal(4)).tolist())))
+        cluster.findings(12, dict(enumerate((1 + 0.004 * chance.standard_normal(4)).tolist())))
     cluster.slowdowns[1] = 1.3
-    count, offered = cluster.run_until_offered(limit=16)
-    assert offered == {0, 2, 3}, f"after {count} iterations"
-    announced = {event.type for event in cluster.events()}
-    assert event_pb2.JOB_EVENT_TYPE_PREDICTION_VIOLATED not in announced
+    assert cluster.offered_within(16) == {0, 2, 3}
+    assert cluster.announced(event_pb2.PredictionViolated) == []
     assert cluster.machine.record.state is JobState.PLANNED

@@ -3,7 +3,7 @@
 import asyncio
 import pickle
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from itertools import zip_longest
 from pathlib import Path
@@ -12,6 +12,8 @@ from unittest.mock import patch
 
 import grpc
 import pytest
+from google.protobuf import message_factory
+from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_status import rpc_status
 
@@ -30,7 +32,20 @@ from perseus.service.solving.worker import Answer, Worker, WorkError
 from perseus.solver import Pipeline, Plan, PlannedComputation, Schedule, SolverError, one_forward_one_backward
 from perseus.tls.channels import Channels
 from perseus.tls.files import TlsFiles
-from perseus.v1 import agent_service_pb2, computation_pb2, event_pb2, job_pb2, job_service_pb2, rank_pb2
+from perseus.tls.tokens import TokenSource
+from perseus.v1 import (
+    agent_service_pb2,
+    computation_pb2,
+    event_pb2,
+    frontier_service_pb2,
+    info_service_pb2,
+    job_pb2,
+    job_service_pb2,
+    ledger_service_pb2,
+    power_service_pb2,
+    rank_pb2,
+    token_service_pb2,
+)
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
 from perseus.v1.agent_service_pb2_grpc import AgentServiceStub
 from perseus.v1.frontier_service_pb2_grpc import FrontierServiceStub
@@ -44,6 +59,22 @@ if TYPE_CHECKING:
 
 ITERATION_TIME_S = 0.8
 TIMEOUT_S = 20.0
+METHODS = {
+    method.name: method
+    for module in (
+        agent_service_pb2,
+        frontier_service_pb2,
+        info_service_pb2,
+        job_service_pb2,
+        ledger_service_pb2,
+        power_service_pb2,
+        token_service_pb2,
+    )
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+"""The methods of all services."""
+ALL_PLACES = [Coordinates(pipeline, stage, 0) for pipeline in range(2) for stage in range(2)]
 
 
 def make_settings(directory: Path, **changes: Any) -> CoordinatorSettings:
@@ -101,34 +132,46 @@ def spec_message(
 
 
 class Client:
-    """The stubs on one channel."""
+    """Calls of all services on one channel, and the agents that were made for it."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
         self.jobs: JobServiceAsyncStub = JobServiceStub(channel)
         self.frontiers: FrontierServiceAsyncStub = FrontierServiceStub(channel)
         self.agents: AgentServiceAsyncStub = AgentServiceStub(channel)
+        self.fake_agents: list[FakeAgent] = []
+
+    def ask(
+        self, method: str, request: Message | None = None, *, timeout_s: float = TIMEOUT_S, **fields: Any
+    ) -> Any:
+        """Call a method of any service with a request, or with one of these fields; return the call."""
+        descriptor = METHODS[method]
+        make, found = (
+            message_factory.GetMessageClass(each) for each in (descriptor.input_type, descriptor.output_type)
+        )
+        is_stream = descriptor.server_streaming
+        open_call = self.channel.unary_stream if is_stream else self.channel.unary_unary
+        path = f"/{descriptor.containing_service.full_name}/{method}"
+        call: Any = open_call(path, make.SerializeToString, found.FromString)
+        return call(make(**fields) if request is None else request, timeout=timeout_s)
 
     async def job(self, job_id: str = "job", run_number: int = 0) -> job_pb2.Job:
-        request = job_service_pb2.GetJobRequest(job_id=job_id, run_number=run_number)
-        response = await self.jobs.GetJob(request, timeout=TIMEOUT_S)
-        job: job_pb2.Job = response.job
+        job: job_pb2.Job = (await self.ask("GetJob", job_id=job_id, run_number=run_number)).job
         return job
 
     async def ranks(self, job_id: str = "job", **wanted: Any) -> list[rank_pb2.Rank]:
-        request = job_service_pb2.ListRanksRequest(job_id=job_id, page_size=1000, **wanted)
-        response = await self.jobs.ListRanks(request, timeout=TIMEOUT_S)
-        return list(response.ranks)
+        return list((await self.ask("ListRanks", job_id=job_id, page_size=1000, **wanted)).ranks)
+
+    async def rank_states(self, job_id: str = "job") -> set[int]:
+        return {rank.state for rank in await self.ranks(job_id)}
 
     async def events(self, job_id: str = "job", run_number: int = 0) -> list[event_pb2.JobEvent]:
         """Return the events of a run that has ended."""
-        request = job_service_pb2.WatchJobRequest(job_id=job_id, run_number=run_number)
-        updates = self.jobs.WatchJob(request, timeout=TIMEOUT_S)
+        updates = self.ask("WatchJob", job_id=job_id, run_number=run_number)
         return [update.event async for update in updates if update.HasField("event")]
 
     async def finish(self, job_id: str = "job") -> job_pb2.Job:
-        request = job_service_pb2.FinishJobRequest(job_id=job_id)
-        job: job_pb2.Job = (await self.jobs.FinishJob(request, timeout=TIMEOUT_S)).job
+        job: job_pb2.Job = (await self.ask("FinishJob", job_id=job_id)).job
         return job
 
     async def register(
@@ -140,8 +183,16 @@ class Client:
             request_id=uuid.uuid4().hex if request_id is None else request_id,
             spec_fingerprint=spec_fingerprint,
         )
-        job: job_pb2.Job = (await self.jobs.RegisterJob(request, timeout=TIMEOUT_S)).job
+        job: job_pb2.Job = (await self.ask("RegisterJob", request)).job
         return job
+
+    async def all_lost(self, job_id: str = "job") -> None:
+        """Wait until all ranks are lost."""
+
+        async def are_lost() -> bool:
+            return await self.rank_states(job_id) == {rank_pb2.RANK_STATE_LOST}
+
+        await until(are_lost)
 
 
 class ThreadWorker(Worker):
@@ -217,22 +268,39 @@ async def connected(settings: CoordinatorSettings, fleet: Fleet = ALONE) -> Asyn
 
 
 @asynccontextmanager
-async def connected_to(address: str, files: TlsFiles | None = None) -> AsyncIterator[Client]:
-    """Connect to a coordinator that runs already."""
-    async with Channels(address, files).open() as channel:
-        yield Client(channel)
+async def connected_to(
+    address: str, files: TlsFiles | None = None, token: TokenSource | None = None
+) -> AsyncIterator[Client]:
+    """Connect to a coordinator that runs already; its agents end with the connection."""
+    async with Channels(address, files, token).open() as channel:
+        client = Client(channel)
+        try:
+            yield client
+        finally:
+            for agent in client.fake_agents:
+                await agent.end()
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[Client]:
+    async with connected(make_settings(tmp_path)) as client:
+        yield client
+
+
+def error_of(error: grpc.aio.AioRpcError) -> tuple[grpc.StatusCode, str, dict[str, str]]:
+    """Return code, reason and metadata of a refusal."""
+    status, info = rpc_status.from_call(error), ErrorInfo()
+    assert status is not None, error
+    assert status.details[0].Unpack(info)
+    assert info.domain == "perseus"
+    return error.code(), info.reason, dict(info.metadata)
 
 
 async def refusal(call: Awaitable[object]) -> tuple[grpc.StatusCode, str, dict[str, str]]:
     """Return code, reason and metadata of the error that a call ends with."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
-    status = rpc_status.from_call(caught.value)
-    assert status is not None, caught.value
-    info = ErrorInfo()
-    assert status.details[0].Unpack(info)
-    assert info.domain == "perseus"
-    return caught.value.code(), info.reason, dict(info.metadata)
+    return error_of(caught.value)
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -248,8 +316,8 @@ class FakeAgent:
     def __init__(
         self,
         client: Client,
-        instance_id: str,
-        places: list[Coordinates],
+        instance_id: str = "agent",
+        places: Sequence[Coordinates] = ALL_PLACES,
         job_id: str = "job",
         spec_fingerprint: str = "",
     ) -> None:
@@ -277,6 +345,7 @@ class FakeAgent:
 
     def use(self, client: Client) -> None:
         """Open a new stream."""
+        client.fake_agents.append(self)
         self.call = Call(client.agents.Connect())
         self.reader = asyncio.create_task(self._read())
         # Only tests that ask want to know how it ends; else asyncio's log would keep the error.
@@ -320,6 +389,10 @@ class FakeAgent:
         async with self.writing:  # Two writes at once fail.
             await self.call.write(ConnectRequest(**message))
 
+    def got(self, kind: str) -> list[Any]:
+        """Return the messages of a kind that came since the hello."""
+        return [getattr(message, kind) for message in self.received if message.HasField(kind)]  # type: ignore[arg-type]
+
     async def hello(self, protocol_version: int = 1) -> None:
         self.received.clear()
         hello = agent_service_pb2.Hello(
@@ -330,8 +403,25 @@ class FakeAgent:
             commit_marker=self.commit_marker,
         )
         await self.send(hello=hello)
-        await self.until(lambda: any(message.HasField("welcome") for message in self.received))
+        await self.until(lambda: bool(self.got("welcome")))
         self.epoch = self.welcome.epoch
+
+    async def beat(self) -> agent_service_pb2.Heartbeat:
+        """Send a heartbeat; its answer shows that everything before it has arrived."""
+        count = len(self.got("heartbeat"))
+        await self.send(heartbeat={})
+        await self.until(lambda: len(self.got("heartbeat")) > count)
+        heartbeat: agent_service_pb2.Heartbeat = self.got("heartbeat")[-1]
+        return heartbeat
+
+    async def leave(
+        self,
+        places: Iterable[Coordinates] | None = None,
+        reason: int = rank_pb2.RANK_LEFT_REASON_TRAINER_GONE,
+    ) -> None:
+        """End trainers, by default all of them; the agent stays."""
+        for place in self.ranks if places is None else places:
+            await self.send(rank_left={"job_id": self.job_id, "rank": self.place(place), "reason": reason})
 
     async def join(self) -> None:
         """Say hello and announce all ranks."""
@@ -341,9 +431,12 @@ class FakeAgent:
     async def join_ranks(self) -> None:
         self.refused.clear()
         self.accepted.clear()
+        await self.announce()
+        await self.until(lambda: len(self.accepted) + len(self.refused) == len(self.ranks))
+
+    async def announce(self) -> None:
         for rank in self.ranks.values():
             await self.send(rank_joined=self.joined(rank))
-        await self.until(lambda: len(self.accepted) + len(self.refused) == len(self.ranks))
 
     def joined(self, rank: service_fakes.FakeRank) -> agent_service_pb2.RankJoined:
         gpu = service_fakes.make_gpu(rank.place)
@@ -488,4 +581,23 @@ class FakeAgent:
         await asyncio.gather(self.reader, return_exceptions=True)
 
 
-ALL_PLACES = [Coordinates(pipeline, stage, 0) for pipeline in range(2) for stage in range(2)]
+async def joined(
+    client: Client,
+    instance_id: str = "agent",
+    places: Sequence[Coordinates] = ALL_PLACES,
+    job_id: str = "job",
+    **registration: Any,
+) -> FakeAgent:
+    """Register a job, and join ranks of it."""
+    await client.register(job_id=job_id, **registration)
+    agent = FakeAgent(client, instance_id, places, job_id, registration.get("spec_fingerprint", ""))
+    await agent.join()
+    return agent
+
+
+async def planned(client: Client, instance_id: str = "agent", **registration: Any) -> FakeAgent:
+    """Register a job whose ranks join, are profiled, and run under plans for some iterations."""
+    agent = await joined(client, instance_id, **registration)
+    await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+    await agent.iterate(4)
+    return agent

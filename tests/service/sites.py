@@ -15,9 +15,8 @@ from perseus.service.shell import coordinator as shell
 from perseus.service.shell.tokens import Tokens
 from perseus.service.shell.writer import Writer
 from perseus.service.storage.sql_store import SqlStore
-from perseus.tls.channels import Channels
 from perseus.tls.tokens import TokenSource
-from tests.service.grpc_fakes import Client, make_settings, running_here
+from tests.service.grpc_fakes import Client, connected_to, make_settings, running_here
 
 
 class Clock:
@@ -43,8 +42,8 @@ class Site:
     async def as_(self, secret: str | None) -> AsyncIterator[Client]:
         """Call as the owner of a token; None: without one."""
         token = TokenSource(token=secret) if secret is not None else None
-        async with Channels(self.address, token=token).open() as channel:
-            yield Client(channel)
+        async with connected_to(self.address, token=token) as client:
+            yield client
 
     @property
     def operator(self) -> str:
@@ -81,3 +80,9 @@ async def open_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings:
     with tokens_of_coordinators(monkeypatch, clock) as tokens:
         async with running_here(made) as (address, _):
             yield Site(address, tokens[0], made.operator_token_file, clock)
+
+
+@pytest.fixture
+async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+    async with open_site(tmp_path, monkeypatch) as opened:
+        yield opened

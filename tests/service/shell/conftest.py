@@ -1,0 +1,3 @@
+"""A coordinator for each test that asks for one."""
+
+from tests.service.grpc_fakes import client as client

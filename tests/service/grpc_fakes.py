@@ -131,6 +131,11 @@ def spec_message(
     )
 
 
+def make_request(method: str, **fields: Any) -> Message:
+    """Return a request for a method, with these fields."""
+    return message_factory.GetMessageClass(METHODS[method].input_type)(**fields)
+
+
 class Client:
     """Calls of all services on one channel, and the agents that were made for it."""
 
@@ -142,18 +147,18 @@ class Client:
         self.fake_agents: list[FakeAgent] = []
 
     def ask(
-        self, method: str, request: Message | None = None, *, timeout_s: float = TIMEOUT_S, **fields: Any
+        self, method: str, message: Message | None = None, *, timeout_s: float = TIMEOUT_S, **fields: Any
     ) -> Any:
         """Call a method of any service with a request, or with one of these fields; return the call."""
         descriptor = METHODS[method]
-        make, found = (
-            message_factory.GetMessageClass(each) for each in (descriptor.input_type, descriptor.output_type)
-        )
         is_stream = descriptor.server_streaming
         open_call = self.channel.unary_stream if is_stream else self.channel.unary_unary
-        path = f"/{descriptor.containing_service.full_name}/{method}"
-        call: Any = open_call(path, make.SerializeToString, found.FromString)
-        return call(make(**fields) if request is None else request, timeout=timeout_s)
+        call: Any = open_call(
+            f"/{descriptor.containing_service.full_name}/{method}",
+            lambda request: request.SerializeToString(),
+            message_factory.GetMessageClass(descriptor.output_type).FromString,
+        )
+        return call(make_request(method, **fields) if message is None else message, timeout=timeout_s)
 
     async def job(self, job_id: str = "job", run_number: int = 0) -> job_pb2.Job:
         job: job_pb2.Job = (await self.ask("GetJob", job_id=job_id, run_number=run_number)).job
@@ -296,11 +301,22 @@ def error_of(error: grpc.aio.AioRpcError) -> tuple[grpc.StatusCode, str, dict[st
     return error.code(), info.reason, dict(info.metadata)
 
 
-async def refusal(call: Awaitable[object]) -> tuple[grpc.StatusCode, str, dict[str, str]]:
-    """Return code, reason and metadata of the error that a call ends with."""
+async def refusal(call: Any) -> tuple[grpc.StatusCode, str, dict[str, str]]:
+    """Return code, reason and metadata of the error that a call, or a stream of answers, ends with."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
+        await (call.read() if hasattr(call, "read") else call)
     return error_of(caught.value)
+
+
+async def outcome(call: Any) -> tuple[str, dict[str, str]]:
+    """Return reason and metadata of a call's refusal; neither if it is answered."""
+    try:
+        await (call.read() if hasattr(call, "read") else call)
+    except grpc.aio.AioRpcError as error:
+        return error_of(error)[1:]
+    if hasattr(call, "read"):
+        call.cancel()
+    return "", {}
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -308,6 +324,19 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while not await condition():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+
+
+async def job_once(client: Client, is_so: Callable[[job_pb2.Job], bool], job_id: str = "job") -> job_pb2.Job:
+    """Wait until a job is so; return it."""
+    latest = job_pb2.Job()
+
+    async def is_it_so() -> bool:
+        nonlocal latest
+        latest = await client.job(job_id)
+        return is_so(latest)
+
+    await until(is_it_so)
+    return latest
 
 
 class FakeAgent:
@@ -385,9 +414,18 @@ class FakeAgent:
             self.reader.result()
             raise AssertionError("the stream ended")
 
-    async def send(self, **message: Any) -> None:
+    async def send(self, request: ConnectRequest | None = None, **message: Any) -> None:
         async with self.writing:  # Two writes at once fail.
-            await self.call.write(ConnectRequest(**message))
+            await self.call.write(ConnectRequest(**message) if request is None else request)
+
+    @property
+    def refusals(self) -> list[Any]:
+        """The refusals of ranks, of messages and of telemetry."""
+        return [*self.refused, *self.messages_refused, *self.telemetry_refused]
+
+    def clear_refusals(self) -> None:
+        for kind in (self.refused, self.messages_refused, self.telemetry_refused):
+            kind.clear()
 
     def got(self, kind: str) -> list[Any]:
         """Return the messages of a kind that came since the hello."""

@@ -83,6 +83,9 @@ async def open_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings:
 
 
 @pytest.fixture
-async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
-    async with open_site(tmp_path, monkeypatch) as opened:
+async def site(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Site]:
+    """A coordinator that asks everybody; its settings may be the fixture's parameter."""
+    async with open_site(tmp_path, monkeypatch, **getattr(request, "param", {})) as opened:
         yield opened

@@ -3,7 +3,6 @@ ours."""
 
 import logging
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,30 +11,28 @@ from structlog.testing import capture_logs
 
 from perseus.service.api.interceptors import serve_stream
 from perseus.service.api.rpc_scopes import RPC_SCOPES
-from perseus.v1.agent_service_pb2 import ConnectRequest, Hello
-from tests.service.grpc_fakes import TIMEOUT_S, connected, make_settings, refusal
+from perseus.v1.agent_service_pb2 import ConnectRequest
+from tests.service.grpc_fakes import TIMEOUT_S, Client, refusal
 
 NONSENSE = b"\xff\xff\xff\xff"
 STREAMS_OF_REQUESTS = ("/ServerReflectionInfo", "/Connect")
 
 
-@pytest.mark.parametrize("rpc", RPC_SCOPES)
 async def test_malformed_bytes_are_refused_with_a_reason(
-    tmp_path: Path, rpc: str, caplog: pytest.LogCaptureFixture
+    client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with connected(make_settings(tmp_path)) as client:
-        channel: Any = client.channel  # raw bytes
+    channel: Any = client.channel  # raw bytes
+    for rpc in RPC_SCOPES:
         with capture_logs() as logs, caplog.at_level(logging.WARNING):
             if rpc.endswith(STREAMS_OF_REQUESTS):
-                stream = channel.stream_stream(rpc)(timeout=TIMEOUT_S)
-                await stream.write(NONSENSE)
-                call = stream.read()
+                call = channel.stream_stream(rpc)(timeout=TIMEOUT_S)
+                await call.write(NONSENSE)
             elif rpc.endswith(("/Watch", "/WatchJob")):
-                call = channel.unary_stream(rpc)(NONSENSE, timeout=TIMEOUT_S).read()
+                call = channel.unary_stream(rpc)(NONSENSE, timeout=TIMEOUT_S)
             else:
                 call = channel.unary_unary(rpc)(NONSENSE, timeout=TIMEOUT_S)
             code, reason, values = await refusal(call)
-        assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
+        assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE"), rpc
         assert "pars" in values["cause"].lower()
         assert [line for line in logs if line["log_level"] == "error"] == []
         assert caplog.records == [], "no traceback of gRPC's"
@@ -65,12 +62,10 @@ async def test_a_caller_that_leaves_during_an_answer_is_no_fault() -> None:
     assert (context.written, left) == (["answer 0"], ["the watcher's place"])
 
 
-async def test_malformed_bytes_end_a_running_agents_stream(tmp_path: Path) -> None:
-    async with connected(make_settings(tmp_path)) as client:
-        channel: Any = client.channel
-        stream = channel.stream_stream("/perseus.v1.AgentService/Connect")(timeout=TIMEOUT_S)
-        hello = ConnectRequest(hello=Hello(instance_id="a"))
-        await stream.write(hello.SerializeToString())
-        await stream.read()
-        await stream.write(NONSENSE)
-        assert (await refusal(stream.read()))[:2] == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
+async def test_malformed_bytes_end_a_running_agents_stream(client: Client) -> None:
+    channel: Any = client.channel
+    stream = channel.stream_stream("/perseus.v1.AgentService/Connect")(timeout=TIMEOUT_S)
+    await stream.write(ConnectRequest(hello={"instance_id": "a"}).SerializeToString())
+    await stream.read()
+    await stream.write(NONSENSE)
+    assert (await refusal(stream))[:2] == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")

@@ -4,24 +4,24 @@ from pathlib import Path
 
 import pytest
 
-from perseus.tls.channels import Channels
+from perseus.service.api.translate_jobs import labels_from_proto
+from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.specification import Registration
 from perseus.v1.job_pb2 import Label
-from perseus.v1.job_service_pb2 import GetJobRequest, RegisterJobRequest
-from tests.service.grpc_fakes import Client, make_settings, refusal, running_here, spec_message
+from tests.service.grpc_fakes import connected, make_settings, refusal, spec_message
 
 
 async def test_another_label_begins_no_new_run_and_survives_a_restart(tmp_path: Path) -> None:
-    settings = make_settings(tmp_path)
+    settings, spec = make_settings(tmp_path), spec_message()
     for number in ("17", "18"):  # for example, requeued under another number
-        async with running_here(settings) as (address, _), Channels(address).open() as channel:
-            client = Client(channel)
+        async with connected(settings) as client:
             labels = [Label(key="slurm-account", value="physics"), Label(key="slurm-job", value=number)]
-            request = RegisterJobRequest(spec=spec_message(), request_id=number, labels=labels)
-            job = (await client.jobs.RegisterJob(request)).job
+            job = (await client.ask("RegisterJob", spec=spec, request_id=number, labels=labels)).job
             assert (job.run_number, list(job.labels)) == (1, labels)
-    async with running_here(settings) as (address, _), Channels(address).open() as channel:
-        found = await Client(channel).jobs.GetJob(GetJobRequest(job_id=spec_message().job_id))
-        assert list(found.job.labels) == labels
+    async with connected(settings) as client:
+        assert list((await client.job()).labels) == labels
+        twice = client.ask("RegisterJob", spec=spec, request_id="19", labels=labels[:1] * 2)
+        assert (await refusal(twice))[1] == "INVALID_FIELD"
 
 
 @pytest.mark.parametrize(
@@ -35,14 +35,11 @@ async def test_another_label_begins_no_new_run_and_survives_a_restart(tmp_path: 
         ([(f"key-{number}", "") for number in range(17)], "at most 16", "17"),
     ],
 )
-async def test_errors_name_invalid_labels(
-    tmp_path: Path, labels: list[tuple[str, str]], expected: str, found: str
-) -> None:
-    async with running_here(make_settings(tmp_path)) as (address, _), Channels(address).open() as channel:
-        message = [Label(key=key, value=value) for key, value in labels]
-        request = RegisterJobRequest(spec=spec_message(), request_id="1", labels=message)
-        _, reason, values = await refusal(Client(channel).jobs.RegisterJob(request))
-    assert reason == "INVALID_FIELD"
+def test_errors_name_invalid_labels(labels: list[tuple[str, str]], expected: str, found: str) -> None:
+    messages = [Label(key=key, value=value) for key, value in labels]
+    with pytest.raises(InvalidFieldError) as refused:
+        Registration("r", labels=labels_from_proto(messages)).check()
+    values = refused.value.metadata
     assert values["field"].startswith("labels")
     assert expected in values["expected"]
     assert values["found"] == found

@@ -4,18 +4,19 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from perseus.service.domain.members import Fleet, Slot
 from perseus.service.storage.membership import MemberRows
 from perseus.v1 import job_pb2
-from tests.service.api.test_power_service import Budgets, reading
+from tests.service.api.test_power_service import Budgets, is_free, is_held, reading
 from tests.service.grpc_fakes import (
-    ALL_PLACES,
     Client,
     FakeAgent,
     connected_to,
+    job_once,
     make_settings,
     refusal,
     running_here,
@@ -34,34 +35,26 @@ pytestmark = [
 
 
 @asynccontextmanager
-async def serving(tmp_path: Path, database: str, slot: int, lease_epoch: int = 0) -> AsyncIterator[Client]:
-    """Run a coordinator that holds a slot of two."""
-    async with AsyncExitStack() as stack:
-        rows = stack.enter_context(closing(await asyncio.to_thread(MemberRows, database, 60.0, 2)))
+async def slot_of_two(
+    tmp_path: Path, database: str, slot: int, lease_epoch: int = 0, **settings: Any
+) -> AsyncIterator[str]:
+    """Run a coordinator that holds a slot of two; yield its address."""
+    with closing(await asyncio.to_thread(MemberRows, database, 60.0, 2)) as rows:
         rows.join("", "")
-        stack.callback(rows.depart)
-        epoch = rows.take(slot, lease_epoch)
-        found = rows.renew()
-        assert epoch is not None
+        epoch, found = rows.take(slot, lease_epoch), rows.renew()
+        assert epoch == lease_epoch + 1
         assert found is not None
-        settings = make_settings(tmp_path, database=database, slots=2)
+        made = make_settings(tmp_path, database=database, slots=2, **settings)
         fence, fleet = Slot(slot, rows.member_id, epoch), Fleet(rows.member_id, slot, *found)
-        address, _ = await stack.enter_async_context(running_here(settings, fence, fleet))
-        yield await stack.enter_async_context(connected_to(address))
+        async with running_here(made, fence, fleet) as (address, _):
+            yield address
+        rows.depart()
 
 
-async def planned(client: Client, job_id: str) -> FakeAgent:
-    await client.register(job_id=job_id)
-    agent = FakeAgent(client, f"agent of {job_id}", ALL_PLACES, job_id=job_id)
-    agent.gpu_suffix = f" of {job_id}"
-    await agent.join()
-    await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
-    await agent.iterate(4)
-    return agent
-
-
-async def is_held(client: Client, job_id: str) -> bool:
-    return (await client.job(job_id)).HasField("budget_target_iteration_time_s")
+@asynccontextmanager
+async def serving(tmp_path: Path, database: str, slot: int, lease_epoch: int = 0) -> AsyncIterator[Client]:
+    async with slot_of_two(tmp_path, database, slot, lease_epoch) as address, connected_to(address) as client:
+        yield client
 
 
 async def test_coordinators_of_two_slots_keep_shares_of_a_budget_also_without_the_one_that_divides(
@@ -75,7 +68,14 @@ async def test_coordinators_of_two_slots_keep_shares_of_a_budget_also_without_th
                 await stack.enter_async_context(serving(tmp_path, database, 1)),
             ]
             powers = [Budgets(client) for client in clients]
-            agents = [await planned(client, job_id) for client, job_id in zip(clients, JOBS, strict=True)]
+            agents = []
+            for client, job_id in zip(clients, JOBS, strict=True):
+                await client.register(job_id=job_id)
+                agents.append(FakeAgent(client, f"agent of {job_id}", job_id=job_id))
+                agents[-1].gpu_suffix = f" of {job_id}"
+                await agents[-1].join()
+                await agents[-1].iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+                await agents[-1].iterate(4)
             budget = await powers[0].set(limit_w=600.0)
             assert (await refusal(powers[1].set()))[1] == "SERVED_ELSEWHERE"
             assert (await refusal(powers[1].listed()))[1] == "SERVED_ELSEWHERE"
@@ -83,8 +83,10 @@ async def test_coordinators_of_two_slots_keep_shares_of_a_budget_also_without_th
             async def are_held() -> bool:
                 for agent in agents:
                     await agent.send(**reading(agent, 100.0))
-                are_held = [await is_held(client, job) for client, job in zip(clients, JOBS, strict=True)]
-                return all(are_held) and sorted((await powers[0].feed()).slowed_job_ids) == sorted(JOBS)
+                jobs = [await client.job(job_id) for client, job_id in zip(clients, JOBS, strict=True)]
+                return all(map(is_held, jobs)) and sorted((await powers[0].feed()).slowed_job_ids) == sorted(
+                    JOBS
+                )
 
             await until(are_held)
             whole, share = await powers[0].feed(), await powers[1].feed()
@@ -99,15 +101,7 @@ async def test_coordinators_of_two_slots_keep_shares_of_a_budget_also_without_th
             clients[0] = await stack.enter_async_context(serving(tmp_path, database, 0, 1))
             powers[0] = Budgets(clients[0])
 
-            async def is_whole() -> bool:
-                return (await powers[0].feed()).slowed_job_ids == [JOBS[1]]
-
-            await until(is_whole)
+            await powers[0].feed_once(lambda feed: list(feed.slowed_job_ids) == [JOBS[1]])
             assert (await powers[1].feed()).limit_w > 0.9 * share.limit_w
             await powers[0].cancel()
-
-            async def is_free() -> bool:
-                return not await is_held(clients[1], JOBS[1])
-
-            await until(is_free)
-            await agents.pop().end()
+            await job_once(clients[1], is_free, JOBS[1])

@@ -5,29 +5,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import grpc
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorSet
 from google.protobuf.message import Message
-from google.rpc.error_details_pb2 import ErrorInfo
-from grpc_status import rpc_status
 from grpc_tools import protoc
 
-from perseus.v1 import (
-    agent_service_pb2,
-    computation_pb2,
-    frontier_service_pb2,
-    job_pb2,
-    job_service_pb2,
-    ledger_service_pb2,
-    ledger_service_pb2_grpc,
-    power_service_pb2,
-    rank_pb2,
-    token_service_pb2,
-    token_service_pb2_grpc,
+from perseus.v1 import computation_pb2, rank_pb2, token_service_pb2
+from perseus.v1.agent_service_pb2 import ConnectRequest, Hello
+from tests.service.api.test_bounds_of_requests import asked, output, spec
+from tests.service.grpc_fakes import (
+    ALL_PLACES,
+    METHODS,
+    Client,
+    FakeAgent,
+    connected,
+    joined,
+    make_request,
+    make_settings,
+    outcome,
 )
-from perseus.v1.agent_service_pb2 import ConnectRequest
-from tests.service.api.test_bounds_of_requests import asked, methods, output, spec
-from tests.service.grpc_fakes import ALL_PLACES, TIMEOUT_S, Client, FakeAgent, connected, make_settings
 
 PROTOS = Path(__file__).parents[3] / "protos"
 _FIELD, _ONEOF = DescriptorProto.FIELD_FIELD_NUMBER, DescriptorProto.ONEOF_DECL_FIELD_NUMBER
@@ -124,26 +119,20 @@ class Findings:
         return marked_parts - self.refused
 
 
-async def test_an_agents_messages_lack_nothing_that_is_required(tmp_path: Path) -> None:
+async def test_an_agents_messages_lack_nothing_that_is_required(client: Client, tmp_path: Path) -> None:
     findings = Findings(marked(tmp_path))
-    async with connected(make_settings(tmp_path)) as client:
-        await client.register()
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.join()
-        for index in range(len(said(agent))):
-            parts = [part for part, _ in lacking(said(agent)[index])]
-            assert await named(agent, said(agent)[index]) == "", "a valid message"
-            for position, part in enumerate(parts):
-                _, message = [*lacking(said(agent)[index])][position]  # its iteration is new each time
-                findings.add(part, await named(agent, message))
-        hello = agent_service_pb2.Hello(
-            instance_id="other", agent_version="0", hostname="host", protocol_version=1
-        )
-        for part, greeting in lacking(hello):
-            call = client.agents.Connect()
-            await call.write(ConnectRequest(hello=greeting))
-            findings.add(part, await refusal(call))
-        await agent.end()
+    agent = await joined(client)
+    for index in range(len(said(agent))):
+        parts = [part for part, _ in lacking(said(agent)[index])]
+        assert await named(agent, said(agent)[index]) == "", "a valid message"
+        for position, part in enumerate(parts):
+            _, message = [*lacking(said(agent)[index])][position]  # its iteration is new each time
+            findings.add(part, await named(agent, message))
+    hello = Hello(instance_id="other", agent_version="0", hostname="host", protocol_version=1)
+    for part, greeting in lacking(hello):
+        call = client.agents.Connect()
+        await call.write(ConnectRequest(hello=greeting))
+        findings.add(part, await lacks(call))
     assert findings.wrong == []
     own = {each.name for each in messages(ConnectRequest.DESCRIPTOR)}
     assert findings.untried(own) == set()
@@ -151,24 +140,24 @@ async def test_an_agents_messages_lack_nothing_that_is_required(tmp_path: Path) 
 
 async def test_requests_lack_nothing_that_is_required(tmp_path: Path) -> None:
     findings = Findings(marked(tmp_path))
-    settings = make_settings(tmp_path, feeds={"default": {"hosts": ["*"], "reference_w": 6000.0}})
-    async with connected(settings) as client:
+    feeds = {"default": {"hosts": ["*"], "reference_w": 6000.0}}
+    method_of = {method.input_type.name: name for name, method in METHODS.items() if name != "Connect"}
+    async with connected(make_settings(tmp_path, feeds=feeds)) as client:
         await client.register()
-        stubs = calls(client)
         seen = set()
         for base in requests():
+            kind = base.DESCRIPTOR.name
             for number, (part, message) in enumerate(lacking(base)):
-                key = base.DESCRIPTOR.name, part
-                if key in seen and findings.marks[part] != "sometimes":
+                if (kind, part) in seen and findings.marks[part] != "sometimes":
                     continue
-                seen.add(key)
+                seen.add((kind, part))
                 if getattr(message, "request_id", ""):  # a repeated one would be answered as before
                     message.request_id = f"{len(seen)}-{number}"  # type: ignore[attr-defined]
-                call = stubs[base.DESCRIPTOR.name](message, timeout=TIMEOUT_S)
-                findings.add(part, await refusal(call))
+                findings.add(part, await lacks(client.ask(method_of[kind], message)))
     assert findings.wrong == []
     own = {each.name for base in requests() for each in messages(base.DESCRIPTOR)}
-    assert {name for name in stubs if name not in own} == {"ListFeedsRequest", "ListTokensRequest"}
+    empty = {"GetInfoRequest", "ListCoordinatorsRequest", "ListFeedsRequest", "ListTokensRequest"}
+    assert method_of.keys() - own == empty
     assert findings.untried(own) == set()
 
 
@@ -182,19 +171,11 @@ def messages(descriptor: Any) -> Iterator[Any]:
 
 def said(agent: FakeAgent) -> list[ConnectRequest]:
     """Valid messages of an agent, of every kind but Hello, and Heartbeat, which requires nothing."""
-    place, reason = agent.place(ALL_PLACES[0]), rank_pb2.PLAN_REFUSAL_REASON_PAST_START
-    refusal = agent_service_pb2.PlanAnswer(
-        job_id="job",
-        rank=place,
-        epoch="e",
-        version=1,
-        refusal_reason=reason,
-        message="m",
-        iteration=0,
-    )
-    in_force = agent_service_pb2.PlanInForce(job_id="job", rank=place, epoch="e", version=1, iteration=1)
+    reason = rank_pb2.PLAN_REFUSAL_REASON_PAST_START
+    about = {"job_id": "job", "rank": agent.place(ALL_PLACES[0]), "epoch": "e", "version": 1}
     found = [each for each in output(agent) if not each.HasField("heartbeat")]
-    found += [ConnectRequest(plan_answer=refusal), ConnectRequest(plan_in_force=in_force)]
+    found.append(ConnectRequest(plan_answer=about | {"message": "m", "iteration": 0}))
+    found.append(ConnectRequest(plan_in_force=about | {"iteration": 1}))
     for each in found:
         if each.HasField("plan_answer"):
             each.plan_answer.refusal_reason = reason  # which a refusal must have
@@ -203,82 +184,45 @@ def said(agent: FakeAgent) -> list[ConnectRequest]:
 
 async def named(agent: FakeAgent, message: ConnectRequest) -> str:
     """Send a message; return the names in its refusal."""
-    for earlier in (agent.received, agent.refused, agent.messages_refused, agent.telemetry_refused):
-        earlier.clear()
-    async with agent.writing:
-        await agent.call.write(message)
-    await agent.send(heartbeat=agent_service_pb2.Heartbeat())
-    await agent.until(lambda: any(each.HasField("heartbeat") for each in agent.received))
+    agent.clear_refusals()
+    await agent.send(message)
+    await agent.beat()
     if agent.refused:
         metadata = agent.refused[0].metadata
         return " ".join([*metadata, metadata["field"]])
-    if agent.messages_refused:
-        return agent.messages_refused[0].field
-    return agent.telemetry_refused[0].field if agent.telemetry_refused else ""
+    return str(agent.refusals[0].field) if agent.refusals else ""
 
 
 def requests() -> list[Message]:
     """Valid requests of every method."""
     interleaved = computation_pb2.SCHEDULE_NAME_INTERLEAVED_ONE_FORWARD_ONE_BACKWARD
-    named_schedule = computation_pb2.NamedSchedule(name=interleaved, microbatch_count=1, chunk_count=2)
-    labelled = job_service_pb2.RegisterJobRequest(
-        spec=spec(
-            schedule=computation_pb2.Schedule(named=named_schedule),
-            stage_work=[job_pb2.StageWork(fingerprint="w")],
-        ),
-        request_id="r",
-        spec_fingerprint="f",
-        owner="o",
-        labels=[job_pb2.Label(key="k", value="v")],
-    )
-    jobs, tokens = job_service_pb2, token_service_pb2
+    schedule = {"named": {"name": interleaved, "microbatch_count": 1, "chunk_count": 2}}
+    agent = token_service_pb2.SCOPE_AGENT
     return [
         *asked(),
-        labelled,
-        jobs.FinishJobRequest(job_id="job"),
-        jobs.DeleteJobRequest(job_id="job"),
-        jobs.ResumeJobRequest(job_id="job"),
-        jobs.MeasureBaselineRequest(job_id="job", request_id="r"),
-        frontier_service_pb2.GetFrontierRequest(job_id="job"),
-        ledger_service_pb2.ListLedgerEntriesRequest(job_id="job", page_size=1),
-        power_service_pb2.CancelBudgetRequest(budget_id="b"),
-        power_service_pb2.WatchFeedsRequest(feed="default"),
-        tokens.CreateTokenRequest(
-            name="t", scope=tokens.SCOPE_AGENT, job_patterns=["*"], host_patterns=["*"]
+        make_request(
+            "RegisterJob",
+            spec=spec(schedule=schedule, stage_work=[{"fingerprint": "w"}]),
+            request_id="r",
+            spec_fingerprint="f",
+            owner="o",
+            labels=[{"key": "k", "value": "v"}],
         ),
-        tokens.RevokeTokenRequest(name="t"),
+        make_request("FinishJob", job_id="job"),
+        make_request("DeleteJob", job_id="job"),
+        make_request("ResumeJob", job_id="job"),
+        make_request("MeasureBaseline", job_id="job", request_id="r"),
+        make_request("GetFrontier", job_id="job"),
+        make_request("ListLedgerEntries", job_id="job", page_size=1),
+        make_request("CancelBudget", budget_id="b"),
+        make_request("WatchFeeds", feed="default"),
+        make_request("CreateToken", name="t", scope=agent, job_patterns=["*"], host_patterns=["*"]),
+        make_request("RevokeToken", name="t"),
     ]
 
 
-def calls(client: Client) -> dict[str, Any]:
-    """The methods of all services, by the names of their requests."""
-    found: dict[str, Any] = dict(methods(client))
-    for stub, service in (
-        (
-            ledger_service_pb2_grpc.LedgerServiceStub(client.channel),
-            ledger_service_pb2.DESCRIPTOR.services_by_name["LedgerService"],
-        ),
-        (
-            token_service_pb2_grpc.TokenServiceStub(client.channel),
-            token_service_pb2.DESCRIPTOR.services_by_name["TokenService"],
-        ),
-    ):
-        found |= {each.input_type.name: getattr(stub, each.name) for each in service.methods}
-    return found
-
-
-async def refusal(call: Any) -> str:
+async def lacks(call: Any) -> str:
     """The names in the refusal of a call; "" if it lacks nothing."""
-    try:
-        if hasattr(call, "read"):
-            await call.read()
-            call.cancel()
-        else:
-            await call
-    except grpc.aio.AioRpcError as error:
-        status, info = rpc_status.from_call(error), ErrorInfo()
-        if status is not None:
-            status.details[0].Unpack(info)
-        if info.reason.startswith("INVALID_") or info.reason.endswith("_NOT_FOUND"):
-            return " ".join([*info.metadata, info.metadata["field"]])
-    return ""
+    reason, metadata = await outcome(call)
+    is_named = reason.startswith("INVALID_") or reason.endswith("_NOT_FOUND")
+    return " ".join([*metadata, metadata.get("field", "")]) if is_named else ""

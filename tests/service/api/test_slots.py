@@ -1,8 +1,8 @@
 """A coordinator of one slot of several: what is about another slot is refused with where that is served."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, closing
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +13,16 @@ from perseus.service.api.elsewhere import Elsewhere
 from perseus.service.domain.errors import ServedElsewhereError, TokenUnknownError
 from perseus.service.domain.members import Fleet, Member, Slot
 from perseus.service.domain.principals import Grant, Token
-from perseus.service.domain.specification import Coordinates
 from perseus.service.shell import tokens
 from perseus.service.shell.tokens import Tokens
 from perseus.service.shell.writer import Writer
-from perseus.service.storage.membership import MemberRows
 from perseus.service.storage.sql_store import SqlStore
-from perseus.tls.channels import Channels
 from perseus.tls.tokens import TokenSource
-from perseus.v1 import agent_service_pb2, info_service_pb2, ledger_service_pb2, power_service_pb2
-from perseus.v1 import job_service_pb2 as jobs_pb2
-from perseus.v1 import token_service_pb2 as tokens_pb2
+from perseus.v1 import agent_service_pb2, token_service_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest
-from perseus.v1.info_service_pb2_grpc import InfoServiceStub
-from perseus.v1.ledger_service_pb2_grpc import LedgerServiceStub
-from perseus.v1.power_service_pb2_grpc import PowerServiceStub
-from perseus.v1.token_service_pb2_grpc import TokenServiceStub
+from tests.service.api.test_power_shares import slot_of_two
 from tests.service.grpc_fakes import (
+    ALL_PLACES,
     TIMEOUT_S,
     Client,
     FakeAgent,
@@ -37,14 +30,13 @@ from tests.service.grpc_fakes import (
     connected_to,
     make_settings,
     refusal,
-    running_here,
+    spec_message,
 )
 from tests.service.sites import tokens_of_coordinators
 from tests.service.storage import postgresql
 
 HERE, THERE = "llama-2", "llama-4"
 """A job of slot 1 of two, and one of slot 0."""
-PLACE = Coordinates(0, 0, 0)
 METADATA = {"address": "other:1", "slot": "0", "standbys": "standby:1"}
 ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, "SERVED_ELSEWHERE", METADATA)
 
@@ -61,43 +53,36 @@ async def client(tmp_path: Path) -> AsyncIterator[Client]:
         yield made
 
 
-ABOUT_OTHERS: dict[str, Callable[[Client], Any]] = {
-    "register": lambda client: client.register(job_id=THERE),
-    "get": lambda client: client.job(THERE),
-    "runs": lambda client: client.jobs.ListRuns(jobs_pb2.ListRunsRequest(job_id=THERE)),
-    "ranks": lambda client: client.ranks(THERE),
-    "events": lambda client: client.jobs.ListJobEvents(jobs_pb2.ListJobEventsRequest(job_id=THERE)),
-    "delete": lambda client: client.jobs.DeleteJob(
-        jobs_pb2.DeleteJobRequest(job_id=THERE, allow_missing=True)
+ABOUT_OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("RegisterJob", {"spec": spec_message(THERE), "request_id": "r"}),
+    *(
+        (method, {"job_id": THERE})
+        for method in (
+            "GetJob",
+            "ListRuns",
+            "ListRanks",
+            "ListJobEvents",
+            "FinishJob",
+            "ResumeJob",
+            "GetReport",
+            "GetTimeline",
+            "WatchJob",
+            "ListLedgerEntries",
+        )
     ),
-    "finish": lambda client: client.finish(THERE),
-    "resume": lambda client: client.jobs.ResumeJob(jobs_pb2.ResumeJobRequest(job_id=THERE)),
-    "report": lambda client: client.jobs.GetReport(jobs_pb2.GetReportRequest(job_id=THERE)),
-    "timeline": lambda client: client.jobs.GetTimeline(jobs_pb2.GetTimelineRequest(job_id=THERE)),
-    "watch": lambda client: client.events(THERE),
-    "ledger": lambda client: LedgerServiceStub(client.channel).ListLedgerEntries(
-        ledger_service_pb2.ListLedgerEntriesRequest(job_id=THERE)
-    ),
-    "create a token": lambda client: TokenServiceStub(client.channel).CreateToken(
-        tokens_pb2.CreateTokenRequest(name="new", scope=tokens_pb2.SCOPE_READER)
-    ),
-    "revoke a token": lambda client: TokenServiceStub(client.channel).RevokeToken(
-        tokens_pb2.RevokeTokenRequest(name="new")
-    ),
-    "set a budget": lambda client: PowerServiceStub(client.channel).SetBudget(
-        power_service_pb2.SetBudgetRequest(budget_id="b", feed="default", limit_w=1e3)
-    ),
-    "cancel a budget": lambda client: PowerServiceStub(client.channel).CancelBudget(
-        power_service_pb2.CancelBudgetRequest(budget_id="b")
-    ),
-}
+    ("DeleteJob", {"job_id": THERE, "allow_missing": True}),
+    ("CreateToken", {"name": "new", "scope": token_service_pb2.SCOPE_READER}),
+    ("RevokeToken", {"name": "new"}),
+    ("SetBudget", {"budget_id": "b", "feed": "default", "limit_w": 1e3}),
+    ("CancelBudget", {"budget_id": "b"}),
+]
 
 
 async def test_calls_about_another_slot_name_who_serves_it(client: Client) -> None:
-    for name, call in ABOUT_OTHERS.items():
-        is_about_job = not name.endswith((" token", " budget"))
+    for method, fields in ABOUT_OTHERS:
+        is_about_job = not method.endswith(("Token", "Budget"))
         metadata = METADATA | ({"job_id": THERE} if is_about_job else {})
-        assert await refusal(call(client)) == (*ELSEWHERE[:2], metadata), name
+        assert await refusal(client.ask(method, **fields)) == (*ELSEWHERE[:2], metadata), method
     assert (await client.register(job_id=HERE)).job_id == HERE
     assert (await client.job(HERE)).job_id == HERE
 
@@ -127,23 +112,24 @@ def test_what_is_served_elsewhere_is_named(given: dict[str, Any], sentence: str)
 
 async def test_a_rank_of_another_slots_job_is_refused_and_the_stream_goes_on(client: Client) -> None:
     await client.register(job_id=HERE)
-    here = FakeAgent(client, "agent", [PLACE], job_id=HERE)
+    here = FakeAgent(client, "agent", ALL_PLACES[:1], job_id=HERE)
     await here.hello()
     assert (here.welcome.slot_count, here.welcome.slot) == (2, 1)
-    there = FakeAgent(client, "unused", [PLACE], job_id=THERE)
-    await here.send(rank_joined=there.joined(there.ranks[PLACE]))
+    (rank,) = here.ranks.values()
+    message = here.joined(rank)
+    message.job_id = THERE
+    await here.send(rank_joined=message)
     await here.until(lambda: bool(here.refused))
     (refused,) = here.refused
     assert (refused.job_id, refused.reason) == (THERE, "SERVED_ELSEWHERE")
     assert dict(refused.metadata) == METADATA | {"job_id": THERE}
     await here.join_ranks()
-    for agent in (here, there):
-        await agent.end()
+    assert len(here.accepted) == 1
 
 
 async def hello(client: Client, slot: int) -> agent_service_pb2.ConnectResponse:
     call = client.agents.Connect(timeout=TIMEOUT_S)
-    await call.write(ConnectRequest(hello=agent_service_pb2.Hello(instance_id="a", hostname="h", slot=slot)))
+    await call.write(ConnectRequest(hello={"instance_id": "a", "hostname": "h", "slot": slot}))
     answer = await call.read()
     assert isinstance(answer, agent_service_pb2.ConnectResponse)
     call.cancel()
@@ -155,9 +141,8 @@ async def test_an_agent_for_another_slot_is_sent_there(client: Client) -> None:
     assert await refusal(hello(client, 0)) == ELSEWHERE
 
 
-async def test_the_coordinators_of_a_fleet_are_listed_by_slot(client: Client, tmp_path: Path) -> None:
-    request = info_service_pb2.ListCoordinatorsRequest()
-    answer = await InfoServiceStub(client.channel).ListCoordinators(request, timeout=TIMEOUT_S)
+async def test_the_coordinators_of_a_fleet_are_listed_by_slot(client: Client) -> None:
+    answer = await client.ask("ListCoordinators")
     assert answer.slot_count == 2
     assert [
         (each.address, each.slot if each.HasField("slot") else None, each.lease_epoch, each.is_answering)
@@ -167,8 +152,7 @@ async def test_the_coordinators_of_a_fleet_are_listed_by_slot(client: Client, tm
 
 async def test_a_coordinator_alone_lists_itself(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path)) as client:
-        request = info_service_pb2.ListCoordinatorsRequest()
-        answer = await InfoServiceStub(client.channel).ListCoordinators(request, timeout=TIMEOUT_S)
+        answer = await client.ask("ListCoordinators")
     (only,) = answer.coordinators
     assert (answer.slot_count, only.slot, only.HasField("slot"), only.is_answering) == (1, 0, True, True)
 
@@ -197,15 +181,24 @@ async def test_one_that_stands_by_sends_agents_to_their_slot_and_others_to_any()
     assert of_one_slot == nobody | {"slot": "0"}
 
 
+@asynccontextmanager
+async def tokens_of_two_slots(path: Path) -> AsyncIterator[tuple[Tokens, Tokens, SqlStore]]:
+    """Tokens of slot 0's coordinator, which writes them, and of slot 1's."""
+    store = await SqlStore.open(path / "jobs.db")
+    writer = Writer(store)
+    writing = asyncio.create_task(writer.run())
+    async with asyncio.timeout(TIMEOUT_S):
+        yield Tokens(store, writer), Tokens(store, writer, fleet()), store
+    writing.cancel()
+    await asyncio.gather(writing, return_exceptions=True)
+    await store.close()
+
+
 async def test_a_replaced_secret_of_the_operator_ends_its_streams_at_other_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokens, "RELOAD_S", 0.01)
-    store = await SqlStore.open(tmp_path / "jobs.db")
-    writer = Writer(store)
-    first, second = Tokens(store, writer), Tokens(store, writer, fleet())
-    async with asyncio.timeout(TIMEOUT_S):
-        writing = asyncio.create_task(writer.run())
+    async with tokens_of_two_slots(tmp_path) as (first, second, _):
         await first.adopt("old")
         await second.load()
         reading = asyncio.create_task(second.run())
@@ -213,38 +206,30 @@ async def test_a_replaced_secret_of_the_operator_ends_its_streams_at_other_slots
             await first.adopt("new")
             assert isinstance(await ended, TokenUnknownError)
         assert second.authenticate("new").token_name == tokens.OPERATOR
-    for task in (writing, reading):
-        task.cancel()
-    await asyncio.gather(writing, reading, return_exceptions=True)
-    await store.close()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
 
 
 async def test_unknown_tokens_are_looked_for_once_for_all_that_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = await SqlStore.open(tmp_path / "jobs.db")
-    writer = Writer(store)
-    first, second = Tokens(store, writer), Tokens(store, writer, fleet())
-    load_count = 0
-    load = store.load_tokens
+    async with tokens_of_two_slots(tmp_path) as (first, second, store):
+        load_count = 0
+        load = store.load_tokens
 
-    async def counted() -> list[Token]:
-        nonlocal load_count
-        load_count += 1
-        return await load()
+        async def counted() -> list[Token]:
+            nonlocal load_count
+            load_count += 1
+            return await load()
 
-    monkeypatch.setattr(store, "load_tokens", counted)
-    writing = asyncio.create_task(writer.run())
-    _, secret = await first.create("reader", Grant.parse("reader"), None)
-    with pytest.raises(TokenUnknownError):
-        second.authenticate(secret)
-    await asyncio.gather(*(second.refresh() for _ in range(5)))
-    assert second.authenticate(secret).token_name == "reader"
-    await first.refresh()
-    assert load_count == 1
-    writing.cancel()
-    await asyncio.gather(writing, return_exceptions=True)
-    await store.close()
+        monkeypatch.setattr(store, "load_tokens", counted)
+        _, secret = await first.create("reader", Grant.parse("reader"), None)
+        with pytest.raises(TokenUnknownError):
+            second.authenticate(secret)
+        await asyncio.gather(*(second.refresh() for _ in range(5)))
+        assert second.authenticate(secret).token_name == "reader"
+        await first.refresh()
+        assert load_count == 1
 
 
 @pytest.mark.slow("two coordinators on a PostgreSQL server")
@@ -254,37 +239,23 @@ async def test_a_token_of_slot_0_holds_at_others_at_once_and_once_revoked_ends_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokens, "RELOAD_S", 1.0)
+    operator_file = tmp_path / "operator.token"
+    secured = {"insecure": False, "operator_token_file": operator_file}
     with postgresql.running() as server:
         database = server.new_database()
         async with AsyncExitStack() as stack:
             made = stack.enter_context(tokens_of_coordinators(monkeypatch))
-            addresses = []
-            for slot in range(2):
-                rows = stack.enter_context(closing(await asyncio.to_thread(MemberRows, database, 60.0, 2)))
-                rows.join(f"c{slot}:1", "")
-                epoch = rows.take(slot, 0)
-                assert epoch == 1
-                found = rows.renew()
-                assert found is not None
-                settings = make_settings(
-                    tmp_path,
-                    database=database,
-                    slots=2,
-                    insecure=False,
-                    operator_token_file=tmp_path / "operator.token",
-                )
-                own = Fleet(rows.member_id, slot, *found)
-                fence = Slot(slot, rows.member_id, epoch)
-                addresses.append((await stack.enter_async_context(running_here(settings, fence, own)))[0])
-            operator = Channels(addresses[1], token=TokenSource(path=tmp_path / "operator.token"))
-            async with operator.open() as channel:
-                await Client(channel).register(job_id=HERE)
+            _, address = [
+                await stack.enter_async_context(slot_of_two(tmp_path, database, slot, **secured))
+                for slot in range(2)
+            ]
+            async with connected_to(address, token=TokenSource(path=operator_file)) as operator:
+                await operator.register(job_id=HERE)
             _, secret = await made[0].create("reader", Grant.parse("reader"), None)
-            channels = Channels(addresses[1], token=TokenSource(token=secret))
-            client = Client(await stack.enter_async_context(channels.open()))
-            watch = client.jobs.WatchJob(jobs_pb2.WatchJobRequest(job_id=HERE), timeout=TIMEOUT_S)
-            updates = aiter(watch)
-            assert isinstance(await anext(updates), jobs_pb2.WatchJobResponse)
+            reader = connected_to(address, token=TokenSource(token=secret))
+            client = await stack.enter_async_context(reader)
+            updates = aiter(client.ask("WatchJob", job_id=HERE))
+            await anext(updates)
             await made[0].revoke("reader")
 
             async def read_on() -> None:

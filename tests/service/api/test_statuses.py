@@ -36,6 +36,17 @@ GATHERING: set[type[errors.CoordinatorError]] = {
 }
 
 
+def rich_status(status: grpc.Status) -> Status:
+    return Status.FromString(dict(status.trailing_metadata)["grpc-status-details-bin"])
+
+
+def info_of(status: grpc.Status) -> tuple[str, str, dict[str, str]]:
+    """Return domain, reason and metadata."""
+    info = ErrorInfo()
+    assert rich_status(status).details[0].Unpack(info)
+    return info.domain, info.reason, dict(info.metadata)
+
+
 def statuses() -> dict[type[Exception], tuple[str, str, bool]]:
     """Return every error class that can be raised, with its status code, its reason and whether to retry."""
     found: dict[type[Exception], tuple[str, str, bool]] = {
@@ -70,10 +81,7 @@ def test_a_status_carries_reason_domain_and_every_value(
 ) -> None:
     status = to_status(error)
     assert (status.code, status.details) == (code, str(error))
-    rich = Status.FromString(dict(status.trailing_metadata)["grpc-status-details-bin"])
-    info = ErrorInfo()
-    assert rich.details[0].Unpack(info)
-    assert (info.domain, info.reason, dict(info.metadata)) == ("perseus", reason, metadata)
+    assert info_of(status) == ("perseus", reason, metadata)
 
 
 def test_only_a_retryable_error_has_a_retry_delay() -> None:
@@ -84,9 +92,8 @@ def test_only_a_retryable_error_has_a_retry_delay() -> None:
 
 
 def delays_s(error: errors.CoordinatorError) -> list[float]:
-    rich = Status.FromString(dict(to_status(error).trailing_metadata)["grpc-status-details-bin"])
-    retry = RetryInfo()
-    return [retry.retry_delay.ToNanoseconds() / 1e9 for detail in rich.details if detail.Unpack(retry)]
+    retry, details = RetryInfo(), rich_status(to_status(error)).details
+    return [retry.retry_delay.ToNanoseconds() / 1e9 for detail in details if detail.Unpack(retry)]
 
 
 def test_long_values_are_cut() -> None:
@@ -121,14 +128,7 @@ async def test_an_unexpected_error_is_internal_and_logged_with_its_traceback() -
         await call(None, job_service_pb2.GetJobRequest(), context)
     assert context.status is not None
     assert context.status.code == grpc.StatusCode.INTERNAL
-    rich = Status.FromString(dict(context.status.trailing_metadata)["grpc-status-details-bin"])
-    info = ErrorInfo()
-    assert rich.details[0].Unpack(info)
-    assert (info.domain, info.reason, dict(info.metadata)) == (
-        "perseus",
-        "INTERNAL",
-        {"cause": "OverflowError"},
-    )
+    assert info_of(context.status) == ("perseus", "INTERNAL", {"cause": "OverflowError"})
     (line,) = logs
     assert isinstance(line["exc_info"], OverflowError)
     assert (line["log_level"], line["where"]) == ("error", "broken")

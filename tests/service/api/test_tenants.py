@@ -1,14 +1,12 @@
 """One tenant's agents can't take anything from another tenant: power, GPUs, or names of jobs."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 
-from perseus.service.domain.specification import Coordinates
-from perseus.v1 import agent_service_pb2
 from tests.service import service_fakes
 from tests.service.api.test_power_service import Budgets
 from tests.service.grpc_fakes import ALL_PLACES, FakeAgent, refusal, until
@@ -17,34 +15,21 @@ from tests.service.sites import Site, open_site
 MADE_UP_W = 1e7
 
 
-@pytest.fixture
-async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
-    async with open_site(tmp_path, monkeypatch) as found:
-        yield found
-
-
 @asynccontextmanager
-async def agent_of(
-    site: Site, grant: str, job_id: str, places: Sequence[Coordinates] = ALL_PLACES
-) -> AsyncIterator[FakeAgent]:
+async def agent_of(site: Site, grant: str, job_id: str) -> AsyncIterator[FakeAgent]:
     """An agent that has said hello, and whose job is registered."""
     async with site.as_(site.operator) as operator, site.as_(await site.new(job_id, grant)) as client:
         await operator.register(job_id=job_id)
-        agent = FakeAgent(client, job_id, list(places), job_id=job_id)
+        agent = FakeAgent(client, job_id, job_id=job_id)
         await agent.hello()
         yield agent
-        agent.call.cancel()
 
 
 async def report_powers(agent: FakeAgent, **powers_w: float) -> None:
     """Report the draw of GPUs, and wait until the coordinator has handled that."""
-    reading = agent_service_pb2.PowerReading(
-        duration_s=1.0, gpu_uuid=powers_w.keys(), power_w=powers_w.values()
-    )
-    agent.received.clear()
+    reading = {"duration_s": 1.0, "gpu_uuid": list(powers_w), "power_w": list(powers_w.values())}
     await agent.send(power_reading=reading)
-    await agent.send(heartbeat=agent_service_pb2.Heartbeat())
-    await agent.until(lambda: any(message.HasField("heartbeat") for message in agent.received))
+    await agent.beat()
 
 
 async def test_invented_gpus_do_not_count(site: Site) -> None:
@@ -91,10 +76,7 @@ async def test_a_tenants_own_gpus_count_with_at_most_their_highest_power(site: S
 
 
 async def test_readings_of_gpus_without_a_rank_count_from_the_credential_s_host(site: Site) -> None:
-    async with (
-        agent_of(site, "agent:a-*@host", "a-1") as agent,
-        site.as_(site.operator) as operator,
-    ):
+    async with agent_of(site, "agent:a-*@host", "a-1") as agent, site.as_(site.operator) as operator:
         power = Budgets(operator)
         await power.set(limit_w=1e6)  # agents report no readings before there is a budget
 
@@ -107,8 +89,8 @@ async def test_readings_of_gpus_without_a_rank_count_from_the_credential_s_host(
 
 async def test_an_agent_is_refused_on_a_host_outside_its_credential(site: Site) -> None:
     async with site.as_(await site.new("nodes", "agent:*@node-1,node-2*")) as client:
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.send(hello=agent_service_pb2.Hello(instance_id="agent", hostname="host"))
+        agent = FakeAgent(client)
+        await agent.send(hello={"instance_id": "agent", "hostname": "host"})
         code, reason, metadata = await refusal(agent.reader)
         assert (code, reason) == (grpc.StatusCode.PERMISSION_DENIED, "HOST_OUT_OF_SCOPE")
         assert metadata == {"principal": "token nodes", "hostname": "host"}
@@ -123,7 +105,6 @@ async def test_a_gpu_claimed_by_another_tenant_is_not_taken_from_its_own(site: S
 
 
 async def test_the_refusal_of_a_gpu_names_a_job_of_the_same_tenant(site: Site) -> None:
-    places = ALL_PLACES[:1]
     async with (
         agent_of(site, "agent:a-*", "a-1") as first,
         site.as_(site.operator) as operator,
@@ -135,10 +116,9 @@ async def test_the_refusal_of_a_gpu_names_a_job_of_the_same_tenant(site: Site) -
         await first.join_ranks()
         assert [refused.reason for refused in first.refused] == ["GPU_ALREADY_SERVED"] * 4
         assert {refused.metadata["job_id"] for refused in first.refused} == {"a-1"}
-        other = FakeAgent(again, "other", list(places), job_id="a-2")
+        other = FakeAgent(again, "other", ALL_PLACES[:1], job_id="a-2")
         await other.join()
         assert len(other.accepted) == 1, "a claim under another credential does not count"
-        other.call.cancel()
 
 
 async def test_a_restart_gives_no_tenants_gpus_to_another(
@@ -149,15 +129,12 @@ async def test_a_restart_gives_no_tenants_gpus_to_another(
         async with site.as_(site.operator) as operator, site.as_(theirs) as client:
             for job_id in ("a-1", "b-1"):
                 await operator.register(job_id=job_id)
-            thief = FakeAgent(client, "thief", ALL_PLACES, job_id="a-1")
+            thief = FakeAgent(client, "thief", job_id="a-1")
             await thief.join()
-            thief.call.cancel()
     async with open_site(tmp_path, monkeypatch) as site, site.as_(theirs) as client, site.as_(ours) as nodes:
         # It is back, and is silent about most of its ranks: its stream keeps their leases alive.
         thief = FakeAgent(client, "thief", ALL_PLACES[:1], job_id="a-1")
         await thief.hello()
-        victim = FakeAgent(nodes, "victim", ALL_PLACES, job_id="b-1")
+        victim = FakeAgent(nodes, "victim", job_id="b-1")
         await victim.join()
         assert victim.refused == []
-        for agent in (thief, victim):
-            agent.call.cancel()

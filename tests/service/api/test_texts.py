@@ -2,32 +2,21 @@
 descriptors."""
 
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import grpc
-import pytest
-from google.protobuf import message_factory
-from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
-from google.rpc.error_details_pb2 import ErrorInfo
-from grpc_status import rpc_status
 
 from perseus.service.api.texts import check_texts, holds_text
-from perseus.v1 import agent_service_pb2, frontier_service_pb2, job_service_pb2
-from perseus.v1.agent_service_pb2 import ConnectRequest, Hello
-from tests.service.grpc_fakes import Client, connected, make_settings
+from perseus.v1 import job_service_pb2
+from perseus.v1.agent_service_pb2 import ConnectRequest
+from tests.service.grpc_fakes import METHODS, Client, FakeAgent, make_request, refusal
 
 HOSTILE = ("\x1b[31mred", "two\nlines", "\u202eright to left", "x" * 1025)
 
 Path_ = tuple[FieldDescriptor, ...]
-
-SERVICES = [
-    service
-    for module in (agent_service_pb2, job_service_pb2, frontier_service_pb2)
-    for service in module.DESCRIPTOR.services_by_name.values()
-]
-UNARY = [each for service in SERVICES for each in service.methods if not each.client_streaming]
 
 
 def texts(descriptor: Descriptor, above: Path_ = ()) -> Iterator[Path_]:
@@ -61,52 +50,13 @@ def put(message: Message, path: Path_, text: str) -> str:
 
 
 REQUESTS = [
-    pytest.param(method, path, id=f"{method.name}-{'.'.join(field.name for field in path)}")
-    for method in UNARY
+    (name, path)
+    for name, method in METHODS.items()
+    if not method.client_streaming
     for path in texts(method.input_type)
 ]
-
-
-def test_there_are_such_fields() -> None:
-    assert len(REQUESTS) > 20
-    assert {"RegisterJob-spec.stage_work.fingerprint", "GetJob-job_id", "WatchJob-job_id"} <= {
-        str(each.id) for each in REQUESTS
-    }
-
-
-@pytest.mark.parametrize(("method", "path"), REQUESTS)
-async def test_a_request_with_such_a_text_is_refused(
-    method: MethodDescriptor, path: Path_, tmp_path: Path
-) -> None:
-    make = message_factory.GetMessageClass(method.input_type)
-    async with connected(make_settings(tmp_path)) as client:
-        for text in HOSTILE:
-            request = make()
-            name = put(request, path, text)
-            code, info = await answer(client, method, request)
-            assert code is grpc.StatusCode.INVALID_ARGUMENT
-            assert (info.reason, info.metadata["field"]) == ("INVALID_FIELD", name)
-            assert all(value.isprintable() for value in info.metadata.values())
-
-
-async def answer(
-    client: Client, method: MethodDescriptor, request: Message
-) -> tuple[grpc.StatusCode, ErrorInfo]:
-    path = f"/{method.containing_service.full_name}/{method.name}"
-    read = message_factory.GetMessageClass(method.output_type).FromString
-    open_call = client.channel.unary_stream if method.server_streaming else client.channel.unary_unary
-    call: Any = open_call(path, type(request).SerializeToString, read)(request, timeout=10)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (call.read() if method.server_streaming else call)
-    status = rpc_status.from_call(caught.value)
-    info = ErrorInfo()
-    assert status is not None
-    assert status.details[0].Unpack(info)
-    return caught.value.code(), info
-
-
 SENT = [
-    pytest.param(path, id=".".join(field.name for field in path))
+    path
     for path in texts(ConnectRequest.DESCRIPTOR)
     # Texts for people, which are only logged (and made printable there): refusing them helps nobody. Those of
     # a heartbeat are the coordinator's own, which it does not read.
@@ -114,45 +64,48 @@ SENT = [
 ]
 
 
-@pytest.mark.parametrize("path", SENT)
-async def test_an_agents_message_with_such_a_text_is_refused_by_itself(path: Path_, tmp_path: Path) -> None:
-    async with connected(make_settings(tmp_path)) as client:
-        for text in HOSTILE:
-            call = client.agents.Connect()
-            output = ConnectRequest()
-            name = put(output, path, text)
-            if path[0].name == "hello":
-                if output.hello.instance_id == "":
-                    output.hello.instance_id = "agent"
-                await call.write(output)
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await call.read()
-                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-                assert name in str(caught.value.details())
-                continue
-            await call.write(ConnectRequest(hello=Hello(instance_id="agent")))
-            welcome: Any = await call.read()
-            assert welcome.HasField("welcome")
-            part = fill(output)
-            await call.write(output)
-            refused: Any = await call.read()
-            kind = refused.WhichOneof("message")
-            assert kind in {"message_refused", "rank_refused", "telemetry_refused"}, refused
-            shown = str(getattr(refused, kind))
-            assert path[-1].name in shown, (shown, part)
-            call.cancel()
+async def test_a_request_with_such_a_text_is_refused(client: Client) -> None:
+    tried = {f"{name}-{'.'.join(field.name for field in path)}" for name, path in REQUESTS}
+    assert {"RegisterJob-spec.stage_work.fingerprint", "GetJob-job_id", "WatchJob-job_id"} <= tried
+    for (name, path), text in product(REQUESTS, HOSTILE):
+        request = make_request(name)
+        field = put(request, path, text)
+        code, reason, metadata = await refusal(client.ask(name, request))
+        expected = (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", field)
+        assert (code, reason, metadata["field"]) == expected, name
+        assert all(value.isprintable() for value in metadata.values())
 
 
-def fill(output: ConnectRequest) -> str:
+async def test_an_agents_message_with_such_a_text_is_refused_by_itself(client: Client) -> None:
+    agent = FakeAgent(client)
+    await agent.hello()
+    for path, text in product(SENT, HOSTILE):
+        output = ConnectRequest()
+        field = put(output, path, text)
+        if path[0].name == "hello":
+            output.hello.instance_id = output.hello.instance_id or "other"
+            other = FakeAgent(client)
+            await other.send(output)
+            code, _, metadata = await refusal(other.reader)
+            assert (code, metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+            continue
+        fill(output)
+        agent.clear_refusals()
+        await agent.send(output)
+        await agent.beat()
+        (refused,) = agent.refusals
+        assert path[-1].name in str(refused), field
+
+
+def fill(output: ConnectRequest) -> None:
     """Fill in everything besides the text that makes a message about a rank or GPU valid."""
     kind = str(output.WhichOneof("message"))
     part = getattr(output, kind)
     if kind == "power_reading":
         part.duration_s = 1.0
         part.power_w[:] = [1.0]
-        return kind
-    if not part.job_id:
-        part.job_id = "job"
+        return
+    part.job_id = part.job_id or "job"
     part.rank.SetInParent()
     match kind:
         case "rank_joined":
@@ -162,7 +115,6 @@ def fill(output: ConnectRequest) -> str:
             part.reason = 1
         case "plan_answer":
             part.version, part.accepted = 1, True
-    return kind
 
 
 def test_messages_without_texts_are_not_walked() -> None:

@@ -1,6 +1,7 @@
 """Translation between messages and values, both ways."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,17 +64,38 @@ from tests.service.frontiers import FRONTIER
 INTERLEAVED = ScheduleName.INTERLEAVED_ONE_FORWARD_ONE_BACKWARD
 
 
-def spec_through_the_wire(spec: JobSpec) -> JobSpec:
-    return spec_from_proto(job_pb2.JobSpec.FromString(spec_to_proto(spec).SerializeToString()))
+WORK = ("embedding", "", "12 layers", "head")
+KINDS_OF_BOTH = (Kind.FORWARD, Kind.BACKWARD)
+EVERY_KIND = tuple(Computation(0, kind, m, chunk) for kind in Kind for m in (0, 1) for chunk in (0, 1))
+OF_CHUNKS = tuple(
+    tuple(Computation(stage, kind, 0, chunk) for kind in KINDS_OF_BOTH for chunk in (0, 1))
+    for stage in (0, 1)
+)
+PATHS = (((0, 0), (1, 0)), ((1, 1), (0, 1)))
 
 
-@pytest.mark.parametrize("name", ScheduleName)
-@pytest.mark.parametrize("percent", [0.0, 12.5])
-def test_a_named_specification_survives_translation(name: ScheduleName, percent: float) -> None:
-    schedule = NamedSchedule(name, 8, 2 * (name is INTERLEAVED))
-    work = ("embedding", "", "12 layers", "head")
-    spec = JobSpec("a.b-c_1", Parallelism(3, 4, 2), schedule, OperatingPolicy(percent), work)
-    assert spec_through_the_wire(spec) == spec
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(
+            JobSpec(
+                "a.b-c_1",
+                Parallelism(3, 4, 2),
+                NamedSchedule(name, 8, 2 * (name is INTERLEAVED)),
+                OperatingPolicy(percent),
+                WORK,
+            )
+            for name in ScheduleName
+            for percent in (0.0, 12.5)
+        ),
+        JobSpec("job", Parallelism(1, 1, 1), ExplicitSchedule((EVERY_KIND,))),
+        JobSpec("job", Parallelism(1, 2, 1), ExplicitSchedule(OF_CHUNKS, PATHS)),
+    ],
+    ids=lambda spec: str(getattr(spec.schedule, "name", "explicit")),
+)
+def test_a_specification_survives_translation(spec: JobSpec) -> None:
+    message = job_pb2.JobSpec.FromString(spec_to_proto(spec).SerializeToString())
+    assert spec_from_proto(message) == spec
     assert len(list(spec.check().computations)) <= spec.computation_count
 
 
@@ -111,22 +133,6 @@ def test_invalid_counts_of_a_named_schedule_are_refused(
         build_schedule(NamedSchedule(name, *counts), 2)
 
 
-def test_an_explicit_specification_of_every_kind_survives_translation() -> None:
-    order = tuple(Computation(0, kind, m, chunk) for kind in Kind for m in (0, 1) for chunk in (0, 1))
-    spec = JobSpec("job", Parallelism(1, 1, 1), ExplicitSchedule((order,)))
-    assert spec_through_the_wire(spec) == spec
-
-
-def test_the_paths_of_a_specification_survive_translation() -> None:
-    kinds = (Kind.FORWARD, Kind.BACKWARD)
-    orders = tuple(
-        tuple(Computation(stage, kind, 0, chunk) for kind in kinds for chunk in (0, 1)) for stage in (0, 1)
-    )
-    paths = (((0, 0), (1, 0)), ((1, 1), (0, 1)))
-    spec = JobSpec("job", Parallelism(1, 2, 1), ExplicitSchedule(orders, paths))
-    assert spec_through_the_wire(spec) == spec
-
-
 def test_every_state_kind_and_reason_has_its_number_on_the_wire() -> None:
     """The maps are made by name at import; this checks that no value of the contract is left out."""
     pairs = [
@@ -141,22 +147,27 @@ def test_every_state_kind_and_reason_has_its_number_on_the_wire() -> None:
         assert len(list(values)) == len(numbers.keys()) - 1
 
 
-def test_a_problem_with_fixed_computations_survives_translation_and_solves_the_same() -> None:
-    message = frontier_to_proto(FRONTIER)
-    assert message.points[message.t_star_index].iteration_time_s <= message.t_star_s
-    problem = problem_from_proto(frontier_pb2.Frontier.FromString(message.SerializeToString()).problem)
-    assert problem == FRONTIER.pipeline
-    assert problem_to_proto(problem) == message.problem
-    assert solve(problem, point_count=8).points == FRONTIER.points
+POWERS_W = tuple({1400: power_w + 15, 700: power_w} for power_w in FRONTIER.pipeline.blocking_power_w)
 
 
-def test_a_problem_with_blocking_powers_by_clock_survives_translation_and_solves_the_same() -> None:
-    powers_w = tuple({1400: power_w + 15, 700: power_w} for power_w in FRONTIER.pipeline.blocking_power_w)
-    frontier = solve(replace(FRONTIER.pipeline, blocking_powers_w=powers_w), point_count=8)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        FRONTIER.pipeline,
+        replace(FRONTIER.pipeline, blocking_powers_w=POWERS_W),
+        with_lag(FRONTIER.pipeline, 1 / 300),
+    ],
+    ids=["fixed computations", "blocking powers by clock", "lag"],
+)
+def test_a_problem_survives_translation_and_solves_the_same(problem: Pipeline) -> None:
+    frontier = solve(problem, point_count=8)
+    assert (frontier.points == FRONTIER.points) == (problem is FRONTIER.pipeline)
     message = frontier_pb2.Frontier.FromString(frontier_to_proto(frontier).SerializeToString())
-    problem = problem_from_proto(message.problem)
-    assert problem == frontier.pipeline
-    assert solve(problem, point_count=8).points == frontier.points != FRONTIER.points
+    assert message.points[message.t_star_index].iteration_time_s <= message.t_star_s
+    again = problem_from_proto(message.problem)
+    assert again == frontier.pipeline
+    assert problem_to_proto(again) == message.problem
+    assert solve(again, point_count=8).points == frontier.points
 
 
 def test_blocking_powers_by_clock_are_pairs_and_each_clock_is_there_once() -> None:
@@ -167,15 +178,6 @@ def test_blocking_powers_by_clock_are_pairs_and_each_clock_is_there_once() -> No
         message.blocking_powers.add(clock_mhz=clocks_mhz, power_w=powers_w)
         with pytest.raises(InvalidFieldError, match=rf"blocking_powers\[0\]\.{why}"):
             problem_from_proto(message)
-
-
-def test_a_problem_with_a_lag_survives_translation_and_solves_the_same() -> None:
-    frontier = solve(with_lag(FRONTIER.pipeline, 1 / 300), point_count=8)
-    assert frontier.t_min_s > FRONTIER.t_min_s
-    message = frontier_pb2.Frontier.FromString(frontier_to_proto(frontier).SerializeToString())
-    problem = problem_from_proto(message.problem)
-    assert problem == frontier.pipeline
-    assert solve(problem, point_count=8).points == frontier.points
 
 
 @pytest.mark.parametrize("lag_s", [-1e-9, math.nan, math.inf])
@@ -222,12 +224,8 @@ def test_an_offer_carries_the_clocks_of_its_stage(clocks: model.Clocks, kind: st
     rank = Coordinates(0, 1, 0)
     message = decoded(offer_to_proto("job", rank, model.Offer(4, 17, clocks), "epoch", 30.0))
     assert message.WhichOneof("clocks") == kind
-    assert (message.epoch, message.version, message.start_iteration, message.lease_s) == (
-        "epoch",
-        4,
-        17,
-        30.0,
-    )
+    header = message.epoch, message.version, message.start_iteration, message.lease_s
+    assert header == ("epoch", 4, 17, 30.0)
     if isinstance(clocks, model.PlannedClocks):
         assert [planned.clock_mhz for planned in message.stage_plan.computations] == [
             planned.clock_mhz for planned in clocks.plan.stages[1]
@@ -248,35 +246,43 @@ def test_a_maximum_clock_is_translated_and_none_is_left_out() -> None:
     assert (message.clock_mhz, message.outlasts_lease) == (900, True)
 
 
-@given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 100), st.floats(0, 1e6)), max_size=20))
-def test_columns_arrive_as_they_were_sent(rows: list[tuple[Kind, int, float]]) -> None:
-    number = {kind: computation_pb2.ComputationKind.Value(f"COMPUTATION_KIND_{kind.name}") for kind in Kind}
-    count = len(rows)
+def computations(
+    rows: dict[str, Any], *, is_regular: Sequence[bool] = (True,), first_iteration: int = 0
+) -> ComputationColumns:
+    """Return the columns of computations that arrive with some iterations."""
+    count = len(is_regular)
     message = agent_service_pb2.TelemetryBatch(
         sequence=1,
         rank=rank_pb2.RankCoordinates(),
         iterations=agent_service_pb2.IterationColumns(
-            iteration=range(count),
+            iteration=range(first_iteration, first_iteration + count),
             plan_version=[0] * count,
             duration_s=[1.0] * count,
-            energy_j=[0] * count,
-            is_regular=[False] * count,
+            energy_j=[1.0] * count,
+            is_regular=is_regular,
             clock_event_reasons=[0] * count,
         ),
-        computations=agent_service_pb2.ComputationColumns(
-            iteration=range(count),
-            kind=[number[kind] for kind, _, _ in rows],
-            microbatch=[microbatch for _, microbatch, _ in rows],
-            chunk=[0] * count,
-            begin_s=[begin_s for _, _, begin_s in rows],
-            duration_s=[0.5] * count,
-            clock_mhz=[0] * count,
-        ),
+        computations=agent_service_pb2.ComputationColumns(**rows),
     )
-    columns = telemetry_from_proto(message, "agent").batch.computations
+    return telemetry_from_proto(message, "agent").batch.computations
+
+
+@given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 100), st.floats(0, 1e6)), max_size=20))
+def test_columns_arrive_as_they_were_sent(rows: list[tuple[Kind, int, float]]) -> None:
+    number = {kind: computation_pb2.ComputationKind.Value(f"COMPUTATION_KIND_{kind.name}") for kind in Kind}
+    count = len(rows)
+    sent = {
+        "iteration": range(count),
+        "kind": [number[kind] for kind, _, _ in rows],
+        "microbatch": [microbatch for _, microbatch, _ in rows],
+        "chunk": [0] * count,
+        "begin_s": [begin_s for _, _, begin_s in rows],
+        "duration_s": [0.5] * count,
+        "clock_mhz": [0] * count,
+    }
+    columns = computations(sent, is_regular=[False] * count)
     assert [KINDS[index] for index in columns.kind] == [kind for kind, _, _ in rows]
-    assert columns.microbatch == [microbatch for _, microbatch, _ in rows]
-    assert columns.begin_s == [begin_s for _, _, begin_s in rows]
+    assert (columns.microbatch, columns.begin_s) == (sent["microbatch"], sent["begin_s"])
 
 
 @pytest.mark.parametrize(("iteration", "expected"), [(None, -1), (-1, -1), (0, 0)])
@@ -291,70 +297,44 @@ def test_an_absent_iteration_means_that_none_has_begun(iteration: int | None, ex
     assert in_force_from_proto(in_force, "agent").iteration == expected
 
 
-def test_a_row_of_no_kind_is_named() -> None:
-    columns = agent_service_pb2.ComputationColumns(
-        iteration=[0], kind=[computation_pb2.COMPUTATION_KIND_UNSPECIFIED], microbatch=[0], chunk=[0],
-        begin_s=[0], duration_s=[0], clock_mhz=[0],
-    )  # fmt: skip
-    with pytest.raises(InvalidFieldError, match=r"computations.kind\[0\]: expected a known kind, found -1"):
-        telemetry_from_proto(agent_service_pb2.TelemetryBatch(sequence=1, computations=columns), "agent")
+def short(duration_s: Sequence[float] = (1, 1), clock_mhz: Sequence[int] = (0, 0), **more: Any) -> Any:
+    """Return the rows of two computations in the order of their stage, which they don't tell."""
+    return {"duration_s": duration_s, "clock_mhz": clock_mhz, **more}
 
 
 @pytest.mark.parametrize(
     ("is_regular", "rows", "refused"),
     [
-        ([True], {"begin_s": [], "duration_s": [1, 1], "clock_mhz": [0, 0]}, None),
-        ([True], {"begin_s": [0, 1], "duration_s": [1, 1], "clock_mhz": [0, 0]}, None),
-        ([True], {"begin_s": [0], "duration_s": [1, 1], "clock_mhz": [0, 0]}, "begin_s: expected 2 rows"),
-        ([True], {"begin_s": [], "duration_s": [1, 1], "clock_mhz": [0]}, "clock_mhz: expected 2 rows"),
-        ([True], {"begin_s": [], "duration_s": [1, 1], "clock_mhz": []}, "clock_mhz: expected 2 rows"),
-        ([True], {"kind": [1, 2], "duration_s": [1, 1], "clock_mhz": [0, 0]}, "iteration: expected 2 rows"),
-        ([True], {"begin_s": [], "duration_s": [1, -1], "clock_mhz": [0, 0]}, r"duration_s\[1\]: expected"),
-        (
-            [False],
-            {"begin_s": [], "duration_s": [1, 1], "clock_mhz": [0, 0]},
-            "iteration: expected a row for",
-        ),
-        ([True] * 2, {"begin_s": [], "duration_s": [1, 1], "clock_mhz": [0, 0]}, "iteration: expected a row"),
+        ([True], short(), None),
+        ([True], short(begin_s=[0, 1]), None),
+        ([True], short(begin_s=[0]), "begin_s: expected 2 rows"),
+        ([True], short(clock_mhz=[0]), "clock_mhz: expected 2 rows"),
+        ([True], short(clock_mhz=[]), "clock_mhz: expected 2 rows"),
+        ([True], short(kind=[1, 2]), "iteration: expected 2 rows"),
+        ([True], short(duration_s=[1, -1]), r"duration_s\[1\]: expected"),
+        ([False], short(), "iteration: expected a row for"),
+        ([True] * 2, short(), "iteration: expected a row"),
     ],
 )
 def test_short_rows_are_of_one_regular_iteration_and_as_long_as_each_other(
-    is_regular: list[bool], rows: dict[str, list[int]], refused: str | None
+    is_regular: list[bool], rows: dict[str, Any], refused: str | None
 ) -> None:
-    count = len(is_regular)
-    message = agent_service_pb2.TelemetryBatch(
-        sequence=1,
-        rank=rank_pb2.RankCoordinates(),
-        iterations=agent_service_pb2.IterationColumns(
-            iteration=range(count), plan_version=[0] * count, duration_s=[1] * count, energy_j=[1] * count,
-            is_regular=is_regular, clock_event_reasons=[0] * count,
-        ),
-        computations=agent_service_pb2.ComputationColumns(**rows),  # type: ignore[arg-type]
-    )  # fmt: skip
     if refused is not None:
         with pytest.raises(InvalidFieldError, match=f"^computations.{refused}"):
-            telemetry_from_proto(message, "agent")
+            computations(rows, is_regular=is_regular)
     else:
-        assert telemetry_from_proto(message, "agent").batch.computations.is_short
+        assert computations(rows, is_regular=is_regular).is_short
 
 
 def test_an_order_that_was_seen_is_recognised_only_if_all_of_it_is_the_same() -> None:
     forward, backward = computation_pb2.COMPUTATION_KIND_FORWARD, computation_pb2.COMPUTATION_KIND_BACKWARD
 
-    def columns(microbatch: list[int], chunk: list[int], clock_mhz: int = 0) -> ComputationColumns:
-        message = agent_service_pb2.TelemetryBatch(
-            sequence=1,
-            rank=rank_pb2.RankCoordinates(),
-            iterations=agent_service_pb2.IterationColumns(
-                iteration=[7], plan_version=[0], duration_s=[1], energy_j=[1], is_regular=[True],
-                clock_event_reasons=[0],
-            ),
-            computations=agent_service_pb2.ComputationColumns(
-                iteration=[7, 7], kind=[forward, backward], microbatch=microbatch, chunk=chunk,
-                begin_s=[0, 1], duration_s=[1, 1], clock_mhz=[clock_mhz] * 2,
-            ),
-        )  # fmt: skip
-        return telemetry_from_proto(message, "agent").batch.computations
+    def columns(
+        microbatch: list[int], chunk: list[int], clock_mhz: int = 0, kind: int = forward
+    ) -> ComputationColumns:
+        rows = {"iteration": [7, 7], "kind": [kind, backward], "microbatch": microbatch, "chunk": chunk}
+        measured = {"begin_s": [0, 1], "duration_s": [1, 1], "clock_mhz": [clock_mhz] * 2}
+        return computations(rows | measured, first_iteration=7)
 
     first, same = columns([41, 42], [0, 0]), columns([41, 42], [0, 0])
     assert same == first
@@ -362,16 +342,18 @@ def test_an_order_that_was_seen_is_recognised_only_if_all_of_it_is_the_same() ->
     assert columns([41, 43], [0, 0]).microbatch == [41, 43]
     assert columns([41, 43], [0, 1]).chunk == [0, 1]
     assert columns([41, 42], [0, 0]) == first
-    for microbatch, chunk, clock_mhz, field in (
-        ([41, -1], [0, 0], 0, r"microbatch\[1\]"),
-        ([41, 42], [-1, 0], 0, r"chunk\[0\]"),
-        ([41, 42], [0, 0], -1, r"clock_mhz\[0\]"),
-        ([41, 42], [0], 0, "chunk"),
-        ([41], [0, 0], 0, "microbatch"),
+    unspecified = computation_pb2.COMPUTATION_KIND_UNSPECIFIED
+    for row, field in (
+        (([41, -1], [0, 0]), r"microbatch\[1\]"),
+        (([41, 42], [-1, 0]), r"chunk\[0\]"),
+        (([41, 42], [0, 0], -1), r"clock_mhz\[0\]"),
+        (([41, 42], [0]), "chunk"),
+        (([41], [0, 0]), "microbatch"),
+        (([41, 42], [0, 0], 0, unspecified), r"kind\[0\]: expected a known kind, found -1"),
     ):
         for _ in range(2):  # what is refused is not remembered
             with pytest.raises(InvalidFieldError, match=f"^computations.{field}"):
-                columns(microbatch, chunk, clock_mhz)
+                columns(*row)  # type: ignore[arg-type]
 
 
 def test_a_filter_of_events_is_translated() -> None:

@@ -11,16 +11,18 @@ import pytest
 
 from perseus.service.domain.errors import AddressUnavailableError, StartupError
 from perseus.service.signal_settings import SignalSettings
-from perseus.v1 import job_pb2, job_service_pb2, rank_pb2
+from perseus.v1 import job_pb2, rank_pb2
 from tests.ports import free_port
 from tests.service.coordinator_process import Process
 from tests.service.grpc_fakes import (
     ALL_PLACES,
     TIMEOUT_S,
     Client,
-    FakeAgent,
     connected,
+    job_once,
+    joined,
     make_settings,
+    planned,
     running_here,
     until,
 )
@@ -29,50 +31,38 @@ from tests.service.grpc_fakes import (
 async def test_agents_resume_after_a_restart_without_a_new_profile(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     async with connected(settings) as client:
-        await client.register()
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.join()
-        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
-        await agent.iterate(4)
+        agent = await planned(client)
         before = await client.job()
-        straggler = job_service_pb2.ReportStragglerRequest(job_id="job", pipeline=1, slowdown_factor=1.3)
-        await client.jobs.ReportStraggler(straggler, timeout=TIMEOUT_S)
+        await client.ask("ReportStraggler", job_id="job", pipeline=1, slowdown_factor=1.3)
         await agent.settle()
-        report = (await client.jobs.GetReport(job_service_pb2.GetReportRequest(job_id="job"))).periods
+        report = (await client.ask("GetReport", job_id="job")).periods
         offers = len(agent.offers)
-        await agent.end()
 
     async with connected(settings) as client:
         assert (await client.job()).state == job_pb2.JOB_STATE_PLANNED
-        assert {rank.state for rank in await client.ranks()} == {rank_pb2.RANK_STATE_DISCONNECTED}
+        assert await client.rank_states() == {rank_pb2.RANK_STATE_DISCONNECTED}
         agent.use(client)
         await agent.join()
         assert agent.welcome.epoch == before.epoch
         assert agent.welcome.acknowledged_sequence == agent.sequence
         await agent.iterate(4)
-        await until(lambda: _is_solved(client))
-        job = await client.job()
+        job = await job_once(client, lambda job: job.t_min_s > 0)
         assert job.t_min_s == before.t_min_s
         assert job.profiled_clock_count == 6
         assert [straggler.pipeline for straggler in job.stragglers] == [1]
         assert len(agent.offers) == offers
-        await client.jobs.ClearStraggler(
-            job_service_pb2.ClearStragglerRequest(job_id="job", pipeline=1), timeout=TIMEOUT_S
-        )
+        await client.ask("ClearStraggler", job_id="job", pipeline=1)
         await agent.iterate(3)
-        assert {offer.version for offer in agent.offers[offers:]} == {
-            max(offer.version for offer in agent.offers[:offers]) + 1
-        }
-        longer = (await client.jobs.GetReport(job_service_pb2.GetReportRequest(job_id="job"))).periods
+        highest = max(offer.version for offer in agent.offers[:offers])
+        assert {offer.version for offer in agent.offers[offers:]} == {highest + 1}
+        longer = (await client.ask("GetReport", job_id="job")).periods
         assert longer[: len(report) - 1] == report[:-1]
         assert longer[len(report) - 1].iteration_count == report[-1].iteration_count + 4
 
 
 async def test_telemetry_is_not_taken_twice(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path, baseline_iterations=100)) as client:
-        await client.register()
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.join()
+        agent = await joined(client)
         await agent.iterate(2)
         rank = agent.ranks[ALL_PLACES[0]]
         rank.begin()
@@ -89,7 +79,7 @@ async def test_telemetry_is_not_taken_twice(tmp_path: Path) -> None:
             agent.ranks[place].begin()
             await agent.send(telemetry=agent.telemetry(agent.ranks[place]))
         await agent.until(lambda: agent.acknowledged == agent.sequence)
-        (period,) = (await client.jobs.GetReport(job_service_pb2.GetReportRequest(job_id="job"))).periods
+        (period,) = (await client.ask("GetReport", job_id="job")).periods
         assert period.iteration_count == 2
         assert period.energy_j == pytest.approx(4 * 80.0)
 
@@ -139,9 +129,7 @@ async def test_a_killed_process_loses_nothing_and_sigterm_ends_gracefully(tmp_pa
     coordinator = Process(tmp_path)
     async with grpc.aio.insecure_channel(await coordinator.start()) as channel:
         client = Client(channel)
-        await client.register()
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.join()
+        agent = await joined(client)
         await agent.iterate_until(client, job_pb2.JOB_STATE_PROFILING)
         await agent.iterate(8)
         before = await client.job()
@@ -179,10 +167,6 @@ async def test_a_killed_process_loses_nothing_and_sigterm_ends_gracefully(tmp_pa
         assert events[-1] == "stopped"
         assert agent.received[-1].HasField("drain")
         await asyncio.wait_for(agent.reader, TIMEOUT_S)
-
-
-async def _is_solved(client: Client) -> bool:
-    return (await client.job()).t_min_s > 0
 
 
 def _children(pid: int) -> list[int]:

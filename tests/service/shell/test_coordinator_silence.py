@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from perseus.v1 import agent_service_pb2, event_pb2, job_pb2, job_service_pb2
-from tests.service.grpc_fakes import ALL_PLACES, TIMEOUT_S, FakeAgent, connected, make_settings
+from perseus.v1 import agent_service_pb2, event_pb2, job_pb2
+from tests.service.grpc_fakes import FakeAgent, connected, make_settings
 from tests.service.service_fakes import FakeRank
 
 BUDGET_ITERATIONS = 60
@@ -26,7 +26,7 @@ async def test_a_job_without_energy_estimates_ends_at_stock_within_its_budget_wi
         waiting = await client.register()
         since = waiting.create_time.ToJsonString()[: len("2026-01-01T00:00:0")]
         assert f"all 4 ranks are missing, since {since}" in waiting.state_reason
-        agent = AgentWithoutEstimates(client, "agent", ALL_PLACES)
+        agent = AgentWithoutEstimates(client)
         await agent.join()
         assert "missing" not in (await client.job()).state_reason
         await agent.iterate_until(client, job_pb2.JOB_STATE_STOCK)
@@ -40,15 +40,9 @@ async def test_a_job_without_energy_estimates_ends_at_stock_within_its_budget_wi
         assert job.profiling_budget.iteration_count == BUDGET_ITERATIONS
         assert job.profiling_budget.extra_time_s == 360.0
         assert not job.profiling_budget.HasField("time_s")
-        report = await client.jobs.GetReport(
-            job_service_pb2.GetReportRequest(job_id="job"), timeout=TIMEOUT_S
-        )
-        assert report.profiling_cost == cost
-
-        await client.jobs.FinishJob(job_service_pb2.FinishJobRequest(job_id="job"), timeout=TIMEOUT_S)
-        watch = client.jobs.WatchJob(job_service_pb2.WatchJobRequest(job_id="job"))
-        events = [update.event async for update in watch if update.HasField("event")]
-        await agent.end()
+        assert (await client.ask("GetReport", job_id="job")).profiling_cost == cost
+        await client.finish()
+        events = await client.events()
     given_up = [event.clock_given_up for event in events if event.HasField("clock_given_up")]
     assert {clock.reason for clock in given_up} == {event_pb2.CLOCK_GIVEN_UP_REASON_NO_ESTIMATE}
     (ended,) = [event.profiling_ended for event in events if event.HasField("profiling_ended")]

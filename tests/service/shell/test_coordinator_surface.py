@@ -4,6 +4,7 @@ import gc
 import sqlite3
 import weakref
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +16,25 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from perseus.service.shell import watching
 from perseus.service.shell.watch_state import WatchState
-from perseus.v1 import event_pb2, job_pb2, job_service_pb2, rank_pb2
-from tests.service.grpc_fakes import ALL_PLACES, TIMEOUT_S, Client, FakeAgent, connected, make_settings, until
-
-
-@pytest.fixture
-async def client(tmp_path: Path) -> AsyncIterator[Client]:
-    async with connected(make_settings(tmp_path)) as client:
-        yield client
+from perseus.v1 import event_pb2, job_pb2, job_service_pb2
+from tests.service.grpc_fakes import TIMEOUT_S, Client, FakeAgent, connected, joined, make_settings, until
 
 
 def watch(client: Client, after_sequence: int = 0) -> AsyncIterator[job_service_pb2.WatchJobResponse]:
-    request = job_service_pb2.WatchJobRequest(job_id="job", after_sequence=after_sequence)
-    return aiter(client.jobs.WatchJob(request, timeout=TIMEOUT_S))
+    return aiter(client.ask("WatchJob", job_id="job", after_sequence=after_sequence))
 
 
 async def test_watching_shows_the_job_then_every_event_once_and_in_order_until_it_ends(
     client: Client,
 ) -> None:
-    await client.register()
-    agent = FakeAgent(client, "agent", ALL_PLACES)
-    await agent.join()
+    agent = await joined(client)
     await agent.iterate()
     early = watch(client)
     first = await anext(early)
     assert first.job.state == job_pb2.JOB_STATE_BASELINE
     await agent.iterate(5)
     late = watch(client, after_sequence=4)
-    await client.jobs.FinishJob(job_service_pb2.FinishJobRequest(job_id="job"), timeout=TIMEOUT_S)
+    await client.finish()
     updates = [update async for update in early]
     later = [update async for update in late]
 
@@ -67,36 +59,16 @@ async def test_watching_shows_the_job_then_every_event_once_and_in_order_until_i
     assert sequences(again) == events
 
 
-@pytest.mark.parametrize(
-    ("view", "is_full"),
-    [
-        (job_pb2.JOB_VIEW_UNSPECIFIED, False),
-        (job_pb2.JOB_VIEW_SUMMARY, False),
-        (job_pb2.JOB_VIEW_FULL, True),
-    ],
-)
-async def test_a_watch_shows_the_job_in_the_requested_view(
-    client: Client, view: job_pb2.JobView.ValueType, is_full: bool
-) -> None:
-    await client.register()
-    call = client.jobs.WatchJob(job_service_pb2.WatchJobRequest(job_id="job", view=view), timeout=TIMEOUT_S)
-    first = await anext(aiter(call))
-    assert (first.job.job_id, first.job.HasField("spec")) == ("job", is_full)
-
-
 async def test_a_watcher_gets_gaps_for_deleted_events(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     async with connected(settings) as client:
         await client.register()
         for percent in (1, 2, 3, 4, 5):
-            policy = job_pb2.OperatingPolicy(max_slowdown_percent=percent)
-            request = job_service_pb2.SetPolicyRequest(job_id="job", policy=policy)
-            await client.jobs.SetPolicy(request, timeout=TIMEOUT_S)
-    with sqlite3.connect(settings.database) as connection:
+            await client.ask("SetPolicy", job_id="job", policy={"max_slowdown_percent": percent})
+    with closing(sqlite3.connect(settings.database)) as connection, connection:
         connection.execute("DELETE FROM events WHERE sequence IN (1, 2, 5)")
-    connection.close()
     async with connected(settings) as client:
-        await client.jobs.FinishJob(job_service_pb2.FinishJobRequest(job_id="job"), timeout=TIMEOUT_S)
+        await client.finish()
         updates = [update async for update in watch(client) if not update.HasField("job")]
     gap = job_service_pb2.WatchGap
     assert [update.gap for update in updates if update.HasField("gap")] == [
@@ -117,7 +89,7 @@ async def test_a_watcher_that_leaves_is_dropped(client: Client, monkeypatch: pyt
 
     monkeypatch.setattr(watching.Watcher, "__init__", note)
     await client.register()
-    call = client.jobs.WatchJob(job_service_pb2.WatchJobRequest(job_id="job"))
+    call = client.ask("WatchJob", job_id="job")
     await call.read()
     assert [watcher() is not None for watcher in watchers] == [True]
     call.cancel()
@@ -130,31 +102,25 @@ async def test_a_watcher_that_leaves_is_dropped(client: Client, monkeypatch: pyt
 
 
 async def test_events_are_listed_in_pages_by_type_and_time(client: Client) -> None:
-    await client.register()
-    agent = FakeAgent(client, "agent", ALL_PLACES)
-    await agent.join()
-    await client.jobs.FinishJob(job_service_pb2.FinishJobRequest(job_id="job"), timeout=TIMEOUT_S)
+    await joined(client)
+    await client.finish()
 
     async def listed(**wanted: Any) -> list[event_pb2.JobEvent]:
-        request = job_service_pb2.ListJobEventsRequest(job_id="job", page_size=2, **wanted)
         found: list[event_pb2.JobEvent] = []
+        token = ""
         while True:
-            page = await client.jobs.ListJobEvents(request, timeout=TIMEOUT_S)
+            page = await client.ask("ListJobEvents", job_id="job", page_size=2, page_token=token, **wanted)
             found += page.events
-            if not page.next_page_token:
+            if not (token := page.next_page_token):
                 return found
             assert len(page.events) == 2
-            request.page_token = page.next_page_token
 
     everything = await listed()
     assert [event.sequence for event in everything] == list(range(1, len(everything) + 1))
-    assert everything == [update.event async for update in watch(client) if update.HasField("event")]
-    assert await listed(run_number=1) == everything
+    assert everything == await client.events() == await listed(run_number=1)
     states = await listed(types=[event_pb2.JOB_EVENT_TYPE_STATE_CHANGED])
-    assert [event.state_changed.after for event in states] == [
-        job_pb2.JOB_STATE_BASELINE,
-        job_pb2.JOB_STATE_FINISHED,
-    ]
+    expected = [job_pb2.JOB_STATE_BASELINE, job_pb2.JOB_STATE_FINISHED]
+    assert [event.state_changed.after for event in states] == expected
     third = everything[2].create_time
     assert await listed(start_time=third) == everything[2:]
     assert await listed(end_time=third) == everything[:2]
@@ -163,11 +129,9 @@ async def test_events_are_listed_in_pages_by_type_and_time(client: Client) -> No
 async def test_a_policy_is_set_and_shown(client: Client) -> None:
     await client.register()
     policy = job_pb2.OperatingPolicy(max_slowdown_percent=7.5)
-    request = job_service_pb2.SetPolicyRequest(job_id="job", policy=policy)
-    job = (await client.jobs.SetPolicy(request, timeout=TIMEOUT_S)).job
-    assert job.policy == policy
+    job = (await client.ask("SetPolicy", job_id="job", policy=policy)).job
     again = await client.register()
-    assert again.policy == policy
+    assert again.policy == job.policy == policy
     assert again.spec.policy == job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown()), "as registered"
 
 
@@ -254,15 +218,9 @@ def add(
 
 async def test_a_dead_agents_ranks_are_lost_when_the_lease_runs_out(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path, lease_s=0.3)) as client:
-        await client.register()
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.join()
+        agent = await joined(client)
         await agent.end()
-
-        async def are_lost() -> bool:
-            return {rank.state for rank in await client.ranks()} == {rank_pb2.RANK_STATE_LOST}
-
-        await until(are_lost)
-        other = FakeAgent(client, "other", ALL_PLACES)
+        await client.all_lost()
+        other = FakeAgent(client, "other")
         await other.join()
         assert not other.refused

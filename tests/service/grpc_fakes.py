@@ -354,6 +354,7 @@ class FakeAgent:
         self.instance_id = instance_id
         self.job_id = job_id
         self.spec_fingerprint = spec_fingerprint
+        self.hostname = "host"
         self.gpu_suffix = ""  # of its GPUs' UUIDs, where agents of several slots have GPUs of their own
         self.ranks = {
             place: service_fakes.FakeRank(place, instance_id, schedule.orders[place.stage])
@@ -436,7 +437,7 @@ class FakeAgent:
         hello = agent_service_pb2.Hello(
             instance_id=self.instance_id,
             agent_version="0",
-            hostname="host",
+            hostname=self.hostname,
             protocol_version=protocol_version,
             commit_marker=self.commit_marker,
         )

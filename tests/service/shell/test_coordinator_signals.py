@@ -3,10 +3,10 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -16,22 +16,18 @@ from perseus.service.domain.signals import HOUR_S, SignalKind
 from perseus.service.fleet.signals.series import Signal
 from perseus.service.shell.signals import NamedSignal, Signals
 from perseus.service.signals.source import SourceError
-from perseus.v1 import event_pb2, job_pb2, job_service_pb2
-from perseus.v1 import ledger_service_pb2 as ledger_pb
-from perseus.v1.ledger_service_pb2_grpc import LedgerServiceStub
+from perseus.v1 import event_pb2, job_pb2
 from tests.service.grpc_fakes import (
-    ALL_PLACES,
     TIMEOUT_S,
     Client,
     FakeAgent,
     connected,
+    job_once,
     make_settings,
+    planned,
     spec_message,
     until,
 )
-
-if TYPE_CHECKING:
-    from perseus.v1.ledger_service_pb2_grpc import LedgerServiceAsyncStub
 
 DIRTY, CLEAN = (500.0, 500.0, *[100.0] * 30), (100.0, 100.0, *[500.0] * 30)
 """The second hour equals the first, which may end while a test runs."""
@@ -55,132 +51,112 @@ def settings(folder: Path, **changes: Any) -> Any:
     return make_settings(folder, **{"signals": signals, **changes})
 
 
-@asynccontextmanager
-async def planned(client: Client, policy: job_pb2.OperatingPolicy | None = None) -> AsyncIterator[FakeAgent]:
-    spec = spec_message()
-    if policy is not None:
-        spec.policy.CopyFrom(policy)
-    request = job_service_pb2.RegisterJobRequest(spec=spec, request_id="r")
-    await client.jobs.RegisterJob(request, timeout=TIMEOUT_S)
-    agent = FakeAgent(client, "agent", ALL_PLACES)
-    await agent.join()
-    await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
-    await agent.iterate(4)
-    yield agent
-    await agent.end()
-
-
 async def set_policy(client: Client, policy: job_pb2.OperatingPolicy) -> None:
-    request = job_service_pb2.SetPolicyRequest(job_id="job", policy=policy)
-    assert (await client.jobs.SetPolicy(request, timeout=TIMEOUT_S)).job.policy == policy
+    assert (await client.ask("SetPolicy", job_id="job", policy=policy)).job.policy == policy
 
 
-def runs(
-    client: Client, state: "job_pb2.SignalTargetState.ValueType", *, slow: bool
-) -> Callable[[], Awaitable[bool]]:
-    async def is_so() -> bool:
-        reported = (await client.job()).signal_target
-        return reported.state == state and reported.HasField("iteration_time_s") == slow
+async def following(client: Client, *, slow: bool, has_signal: bool = True) -> job_pb2.Job:
+    """Wait until a job follows its signal, or is without one; return it."""
+    state = job_pb2.SIGNAL_TARGET_STATE_FOLLOWING if has_signal else job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL
 
-    return is_so
+    def is_so(job: job_pb2.Job) -> bool:
+        target = job.signal_target
+        return target.state == state and target.HasField("iteration_time_s") == slow
+
+    return await job_once(client, is_so)
 
 
 async def signal_events(client: Client) -> list[event_pb2.SignalTargetSet]:
-    request = job_service_pb2.ListJobEventsRequest(
-        job_id="job", types=[event_pb2.JOB_EVENT_TYPE_SIGNAL_TARGET_SET]
-    )
-    return [event.signal_target_set for event in (await client.jobs.ListJobEvents(request)).events]
+    types = [event_pb2.JOB_EVENT_TYPE_SIGNAL_TARGET_SET]
+    events = (await client.ask("ListJobEvents", job_id="job", types=types)).events
+    return [event.signal_target_set for event in events]
+
+
+@asynccontextmanager
+async def slowed(folder: Path) -> AsyncIterator[tuple[Client, FakeAgent, float]]:
+    """A job that was planned, and is slow since energy is dirty; and its iteration time before that."""
+    write(folder / "carbon.csv", DIRTY)
+    async with connected(settings(folder)) as client:
+        agent = await planned(client)
+        before_s = (await client.job()).max_planned_iteration_time_s
+        await set_policy(client, LEAST_CARBON)
+        await following(client, slow=True)
+        yield client, agent, before_s
 
 
 async def test_a_job_is_slow_while_energy_is_dirty_but_not_without_a_signal(tmp_path: Path) -> None:
-    write(tmp_path / "carbon.csv", DIRTY)
-    async with connected(settings(tmp_path)) as client, planned(client) as agent:
-        before_s = (await client.job()).max_planned_iteration_time_s
-        await set_policy(client, LEAST_CARBON)
-        await until(runs(client, job_pb2.SIGNAL_TARGET_STATE_FOLLOWING, slow=True))
+    async with slowed(tmp_path) as (client, agent, before_s):
         await agent.iterate(4)
         job = await client.job()
         assert before_s < job.max_planned_iteration_time_s <= job.signal_target.iteration_time_s
         assert job.signal_target.value_per_kwh == 500.0
         assert job.signal_target.done_count == 4
         write(tmp_path / "carbon.csv", CLEAN)
-        await until(runs(client, job_pb2.SIGNAL_TARGET_STATE_FOLLOWING, slow=False))
+        await following(client, slow=False)
         write(tmp_path / "carbon.csv", DIRTY)
-        await until(runs(client, job_pb2.SIGNAL_TARGET_STATE_FOLLOWING, slow=True))
+        await following(client, slow=True)
         write(tmp_path / "carbon.csv", (400.0,), begin_s=time.time() - 5 * HOUR_S)
         # Forecasts of later hours disappear with a file that contains earlier ones only.
-        await until(runs(client, job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL, slow=False))
+        await following(client, slow=False, has_signal=False)
 
         async def are_reported() -> bool:
             return len(await signal_events(client)) == 4
 
         await until(are_reported)
-        reported = await signal_events(client)
-        assert [each.signal_target.HasField("iteration_time_s") for each in reported] == [
-            True,
-            False,
-            True,
-            False,
-        ]
-        assert reported[-1].signal_target.state == job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL
-        assert not reported[-1].signal_target.HasField("value_per_kwh")
+        targets = [each.signal_target for each in await signal_events(client)]
+        assert [target.HasField("iteration_time_s") for target in targets] == [True, False, True, False]
+        assert targets[-1].state == job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL
+        assert not targets[-1].HasField("value_per_kwh")
         await set_policy(client, job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown()))
         assert not (await client.job()).HasField("signal_target")
 
 
-async def test_a_policy_may_be_in_the_specification_and_have_no_signal(
-    tmp_path: Path,
-) -> None:
-    by_price = job_pb2.OperatingPolicy(
-        least_cost=job_pb2.LeastSignal(work_until=job_pb2.WorkUntil(iteration_count=10**6))
-    )
-    by_price.least_cost.work_until.end_time.FromSeconds(int(time.time()) + 10**7)
-    async with connected(make_settings(tmp_path)) as client, planned(client, by_price):
-        await until(runs(client, job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL, slow=False))
-        job = await client.job()
-        reported = job.signal_target
-        assert job.policy == job.spec.policy == by_price
-        assert reported.iteration_count == 10**6
-        assert reported.end_time == by_price.least_cost.work_until.end_time
+async def test_a_policy_may_be_in_the_specification_and_have_no_signal(client: Client) -> None:
+    work_until = {"iteration_count": 10**6, "end_time": {"seconds": int(time.time()) + 10**7}}
+    spec = spec_message()
+    spec.policy.CopyFrom(job_pb2.OperatingPolicy(least_cost={"work_until": work_until}))
+    await client.ask("RegisterJob", spec=spec, request_id="r")
+    agent = FakeAgent(client)
+    await agent.join()
+    await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+    job = await following(client, slow=False, has_signal=False)
+    assert job.policy == job.spec.policy == spec.policy
+    assert job.signal_target.iteration_count == 10**6
+    assert job.signal_target.end_time == spec.policy.least_cost.work_until.end_time
 
 
 async def test_a_restart_keeps_the_window_and_its_progress(tmp_path: Path) -> None:
-    write(tmp_path / "carbon.csv", DIRTY)
-    async with connected(settings(tmp_path)) as client, planned(client) as agent:
-        await set_policy(client, LEAST_CARBON)
-        await until(runs(client, job_pb2.SIGNAL_TARGET_STATE_FOLLOWING, slow=True))
+    async with slowed(tmp_path) as (client, agent, _):
         await agent.iterate(6)
-        before = await client.job()
-    assert before.signal_target.done_count == 6
+        before = (await client.job()).signal_target
+    assert before.done_count == 6
     async with connected(settings(tmp_path)) as client:
         agent.use(client)
         await agent.join()
         await agent.iterate(5)
-        after = await client.job()
-        reported, again = before.signal_target, after.signal_target
-        assert (again.start_time, again.end_time) == (reported.start_time, reported.end_time)
-        assert again.iteration_count == reported.iteration_count
+        again = (await client.job()).signal_target
+        assert (again.start_time, again.end_time) == (before.start_time, before.end_time)
+        assert again.iteration_count == before.iteration_count
         assert again.done_count == 11
-        assert again.iteration_time_s == reported.iteration_time_s
+        assert again.iteration_time_s == before.iteration_time_s
         assert len(await signal_events(client)) == 1, "an unchanged target is not sent again"
-        await agent.end()
 
 
 async def test_the_ledger_takes_the_signals_value_of_the_hour(tmp_path: Path) -> None:
     write(tmp_path / "carbon.csv", (250.0, 250.0))
     rates = {"price_per_kwh": 0.2, "intensity_g_per_kwh": 999.0}
-    async with connected(settings(tmp_path, **rates)) as client, planned(client) as agent:
-        stub: LedgerServiceAsyncStub = LedgerServiceStub(client.channel)
+    async with connected(settings(tmp_path, **rates)) as client:
+        agent = await planned(client)
 
         async def is_priced() -> bool:
             await agent.iterate(1)
-            answer = await stub.ListLedgerEntries(ledger_pb.ListLedgerEntriesRequest(), timeout=TIMEOUT_S)
-            return bool(answer.total.intensity_g_per_kwh == pytest.approx(250.0))
+            total = (await client.ask("ListLedgerEntries")).total
+            return bool(total.intensity_g_per_kwh == pytest.approx(250.0))
 
         await until(is_priced)
-        answer = await stub.ListLedgerEntries(ledger_pb.ListLedgerEntriesRequest(), timeout=TIMEOUT_S)
-        assert answer.total.price_per_kwh == pytest.approx(0.2)
-        assert answer.total.carbon_g == pytest.approx(250.0 * answer.total.energy_kwh)
+        total = (await client.ask("ListLedgerEntries")).total
+        assert total.price_per_kwh == pytest.approx(0.2)
+        assert total.carbon_g == pytest.approx(250.0 * total.energy_kwh)
 
 
 class Scripted:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sqlite3
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from perseus.service import server
 from perseus.service.domain.errors import StoreFailedError
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.shell import writer
-from perseus.v1 import agent_service_pb2, event_pb2, job_pb2, job_service_pb2
+from perseus.v1 import event_pb2, job_pb2
 from tests.service.grpc_fakes import (
     ALL_PLACES,
     TIMEOUT_S,
@@ -27,7 +28,9 @@ from tests.service.grpc_fakes import (
     FakeAgent,
     connected,
     connected_to,
+    joined,
     make_settings,
+    outcome,
     refusal,
     running_here,
     until,
@@ -39,12 +42,9 @@ async def test_an_older_copy_begins_a_new_epoch_when_an_agent_shows_that_state_i
 ) -> None:
     settings = make_settings(tmp_path)
     async with connected(settings) as client:
-        await client.register()
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.join()
+        agent = await joined(client)
         await agent.iterate(1)
         early_marker = agent.commit_marker
-        await agent.end()
     shutil.copy(settings.database, tmp_path / "copy.db")
     async with connected(settings) as client:
         agent.use(client)
@@ -52,7 +52,6 @@ async def test_an_older_copy_begins_a_new_epoch_when_an_agent_shows_that_state_i
         await agent.iterate_until(client, job_pb2.JOB_STATE_PROFILING)
         await agent.iterate(3)
         lost_versions = {offer.version for offer in agent.offers}
-        await agent.end()
     old_epoch = agent.epoch
     shutil.move(tmp_path / "copy.db", settings.database)
 
@@ -73,16 +72,12 @@ async def test_an_older_copy_begins_a_new_epoch_when_an_agent_shows_that_state_i
             await bystander.reader
         await agent.until(lambda: len(agent.accepted) == len(agent.ranks))
         await agent.iterate_until(client, job_pb2.JOB_STATE_PROFILING)
-        versions = {offer.version for offer in agent.offers}
-        assert versions
-        assert max(lost_versions) < min(versions)
-        await agent.end()
+        assert max(lost_versions) < min(offer.version for offer in agent.offers)
     async with connected(settings) as client:
         agent.use(client)
         epoch = agent.epoch
         await agent.hello()
         assert agent.epoch == epoch  # it is durable, and nothing is lost any more
-        await agent.end()
 
 
 async def test_an_unreadable_job_is_unavailable_until_it_is_deleted(tmp_path: Path) -> None:
@@ -90,54 +85,43 @@ async def test_an_unreadable_job_is_unavailable_until_it_is_deleted(tmp_path: Pa
     async with connected(settings) as client:
         for job_id in ("broken", "whole"):
             await client.register(job_id=job_id, request_id="request")
-    with sqlite3.connect(settings.database) as connection:
+    with closing(sqlite3.connect(settings.database)) as connection, connection:
         connection.execute("UPDATE runs SET record = '{', version = 41 WHERE job_id = 'broken'")
-    connection.close()
     async with connected(settings) as client:
         assert (await client.job("whole")).job_id == "whole"
         for call in (client.job("broken"), client.register(job_id="broken"), client.events("broken")):
             code, reason, metadata = await refusal(call)
             assert (code, reason) == (grpc.StatusCode.DATA_LOSS, "JOB_UNREADABLE")
             assert metadata["job_id"] == "broken"
-        agent = FakeAgent(client, "agent", ALL_PLACES[:1], job_id="broken")
+        agent = FakeAgent(client, places=ALL_PLACES[:1], job_id="broken")
         await agent.join()
         assert [refused.reason for refused in agent.refused] == ["JOB_UNREADABLE"]
-        await agent.end()
-        request = job_service_pb2.DeleteJobRequest(job_id="broken")
-        await client.jobs.DeleteJob(request, timeout=TIMEOUT_S)
+        await client.ask("DeleteJob", job_id="broken")
         await client.register(job_id="broken")
-    with sqlite3.connect(settings.database) as connection:
+    with closing(sqlite3.connect(settings.database)) as connection:
         # Its versions are never used again.
         versions = connection.execute("SELECT version FROM runs WHERE job_id = 'broken'").fetchall()
         assert versions == [(41,)]
-    connection.close()
 
 
 async def test_no_reader_brings_back_a_job_that_is_being_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = make_settings(tmp_path)
-    async with connected(settings) as client:
-        await client.register(request_id="first")
-        await client.finish()
-        monkeypatch.setattr(writer, "GATHERING_S", 0.2)  # its rows stay in the store that long
-        request = job_service_pb2.DeleteJobRequest(job_id="job")
-        deleting = asyncio.ensure_future(client.jobs.DeleteJob(request, timeout=TIMEOUT_S))
+    await client.register(request_id="first")
+    await client.finish()
+    monkeypatch.setattr(writer, "GATHERING_S", 0.2)  # its rows stay in the store that long
+    deleting = asyncio.ensure_future(client.ask("DeleteJob", job_id="job"))
 
-        async def is_being_deleted() -> bool:
-            try:
-                await client.job()
-            except grpc.aio.AioRpcError:
-                return True
-            return False
+    async def is_being_deleted() -> bool:
+        return bool((await outcome(client.job()))[0])
 
-        await until(is_being_deleted)
-        asking = [asyncio.ensure_future(refusal(client.job())) for _ in range(20)]
-        await deleting
-        codes = [code for code, _, _ in await asyncio.gather(*asking, refusal(client.job()))]
-        assert set(codes) == {grpc.StatusCode.NOT_FOUND}
-        registered = await client.register(request_id="first")
-        assert registered.state is not job_pb2.JOB_STATE_FINISHED, "nothing of it is known any more"
+    await until(is_being_deleted)
+    asking = [asyncio.ensure_future(refusal(client.job())) for _ in range(20)]
+    await deleting
+    codes = [code for code, _, _ in await asyncio.gather(*asking, refusal(client.job()))]
+    assert set(codes) == {grpc.StatusCode.NOT_FOUND}
+    registered = await client.register(request_id="first")
+    assert registered.state is not job_pb2.JOB_STATE_FINISHED, "nothing of it is known any more"
 
 
 LATER_TYPE: Any = 1_000
@@ -150,11 +134,10 @@ async def test_an_event_of_a_later_version_is_listed_unchanged_and_hides_no_othe
     async with connected(settings) as client:
         await client.register()
         await client.finish()
-    with sqlite3.connect(settings.database) as connection:
+    with closing(sqlite3.connect(settings.database)) as connection, connection:
         later = event_pb2.JobEvent(sequence=1, type=LATER_TYPE, message="beamed up").SerializeToString()
         values = (LATER_TYPE, later + LATER_DETAILS)
         connection.execute("UPDATE events SET type = ?, event = ? WHERE sequence = 1", values)
-    connection.close()
     async with connected(settings) as client:
         events = await client.events()
         assert [event.sequence for event in events][:2] == [1, 2]
@@ -164,49 +147,35 @@ async def test_an_event_of_a_later_version_is_listed_unchanged_and_hides_no_othe
 async def test_an_archived_job_leaves_memory_and_its_report_and_number_stay(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, keep_finished_days=1e-9)
     async with connected(settings) as client:
-        await client.register(request_id="first")
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.join()
+        agent = await joined(client)
         await agent.iterate_until(client, job_pb2.JOB_STATE_PROFILING)
         await agent.iterate(2)
         await client.finish()
-        report = await client.jobs.GetReport(
-            job_service_pb2.GetReportRequest(job_id="job"), timeout=TIMEOUT_S
-        )
+        report = await client.ask("GetReport", job_id="job")
         assert report.periods
-        await agent.send(goodbye=agent_service_pb2.Goodbye())
-        await until(lambda: are_lost(client))
-        await agent.end()
+        await agent.send(goodbye={})
+        await client.all_lost()
 
     async def is_gone() -> bool:
-        jobs = await client.jobs.ListJobs(job_service_pb2.ListJobsRequest(), timeout=TIMEOUT_S)
-        return not jobs.jobs
+        return not (await client.ask("ListJobs")).jobs
 
     async with connected(settings) as client:
         await until(is_gone)
-        again = await client.jobs.GetReport(job_service_pb2.GetReportRequest(job_id="job"), timeout=TIMEOUT_S)
-        assert again == report
+        assert await client.ask("GetReport", job_id="job") == report
         assert (await client.job()).state == job_pb2.JOB_STATE_FINISHED
-        assert (await client.register(request_id="second")).run_number == 2
+        assert (await client.register()).run_number == 2
 
 
 async def test_an_orderly_stop_stores_the_pending_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with connected(make_settings(tmp_path)) as client:
-        await client.register()
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.join()
+        agent = await joined(client)
         monkeypatch.setattr(writer, "GATHERING_S", 0.2)
-        await agent.send(goodbye=agent_service_pb2.Goodbye())
-        await until(lambda: are_lost(client))
-        await agent.end()
+        await agent.send(goodbye={})
+        await client.all_lost()
     async with connected(make_settings(tmp_path)) as client:
-        assert await are_lost(client)
-
-
-async def are_lost(client: Client) -> bool:
-    return (await client.job()).rank_counts.lost_count == len(ALL_PLACES)
+        assert (await client.job()).rank_counts.lost_count == len(ALL_PLACES)
 
 
 async def serve_without_the_file(settings: CoordinatorSettings) -> None:

@@ -22,13 +22,18 @@ from perseus.demo.security import Security
 from perseus.service.domain.inputs import PlanInForce
 from perseus.service.domain.members import ALONE, Fleet, Slot
 from perseus.service.domain.model import STOCK, Clocks, HoldClocks, Offer, PlannedClocks
+from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import KINDS
-from perseus.service.server import running
+from perseus.service.job.rules import Rules
+from perseus.service.server import running as running_server
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.shell import coordinator, power, run_tasks, signal_targets, writer
+from perseus.service.shell.coordinator import Coordinator
 from perseus.service.signals.csv_source import CsvSource
 from perseus.service.solving.worker import Answer, Worker, WorkError
+from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
+from perseus.service.storage.sql_store import SqlStore
 from perseus.solver import Pipeline, Plan, PlannedComputation, Schedule, SolverError, one_forward_one_backward
 from perseus.tls.channels import Channels
 from perseus.tls.files import TlsFiles
@@ -261,8 +266,28 @@ async def running_here(
     with ExitStack() as stack:
         for owner, name, time_s in _IN_A_HURRY:
             stack.enter_context(patch.object(owner, name, time_s))
-        async with running(settings, fence, fleet, new_worker=ThreadWorker) as served:
+        async with running_server(settings, fence, fleet, new_worker=ThreadWorker) as served:
             yield served
+
+
+@asynccontextmanager
+async def coordinator_without_api(
+    path: Path, rules: Rules, solver: WorkerPool | None = None
+) -> AsyncIterator[Coordinator]:
+    """Run a coordinator on a store, without workers of its own."""
+    store = await SqlStore.open(path)
+    solvers = solver or WorkerPool(JOBS, 0, 60.0), WorkerPool(REQUESTS, 0, 60.0)
+    made = Coordinator(store, *solvers, rules, Retention())
+    await made.start()
+    running = asyncio.create_task(made.run())
+    try:
+        yield made
+        assert not running.done()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await made.close()
+        await store.close()
 
 
 @asynccontextmanager

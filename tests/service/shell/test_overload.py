@@ -9,9 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_status import rpc_status
 from structlog.testing import capture_logs
 
 from perseus.agent.stream.call import Call
@@ -21,16 +19,18 @@ from perseus.service.shell import coordinator
 from perseus.service.shell import writer as writers
 from perseus.service.shell.job_clock import TOLERANCE_S
 from perseus.service.shell.writer import Writer
-from perseus.v1 import agent_service_pb2, job_pb2, rank_pb2
+from perseus.v1 import job_pb2, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest
 from tests.service.grpc_fakes import (
     ALL_PLACES,
     TIMEOUT_S,
     Client,
-    FakeAgent,
     connected,
     connected_to,
+    error_of,
+    joined,
     make_settings,
+    refusal,
     running_here,
     until,
 )
@@ -38,15 +38,11 @@ from tests.service.grpc_fakes import (
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+CONNECTED = {rank_pb2.RANK_STATE_CONNECTED}
+
+
 def hello(instance_id: str) -> ConnectRequest:
-    return ConnectRequest(hello=agent_service_pb2.Hello(instance_id=instance_id, hostname="host"))
-
-
-def reason_of(call: Any) -> str:
-    status, info = rpc_status.from_call(call), ErrorInfo()
-    assert status is not None
-    assert status.details[0].Unpack(info)
-    return str(info.reason)
+    return ConnectRequest(hello={"instance_id": instance_id, "hostname": "host"})
 
 
 async def test_one_stream_stays_of_thirty_simultaneous_hellos_of_one_instance(tmp_path: Path) -> None:
@@ -59,7 +55,7 @@ async def test_one_stream_stays_of_thirty_simultaneous_hellos_of_one_instance(tm
             try:
                 await read_to_the_end(call)
             except grpc.aio.AioRpcError as error:
-                reasons.append(reason_of(error))
+                reasons.append(error_of(error)[1])
 
         following = [asyncio.create_task(follow(call)) for call in calls]
 
@@ -70,7 +66,7 @@ async def test_one_stream_stays_of_thirty_simultaneous_hellos_of_one_instance(tm
         await asyncio.sleep(0.2)
         assert reasons == ["STREAM_REPLACED"] * (len(calls) - 1)
         (left,) = [call for call, task in zip(calls, following, strict=True) if not task.done()]
-        await left.write(ConnectRequest(goodbye=agent_service_pb2.Goodbye()))
+        await left.write(ConnectRequest(goodbye={}))
         await asyncio.wait_for(asyncio.gather(*following), TIMEOUT_S)
         assert len(reasons) == len(calls) - 1
 
@@ -94,16 +90,14 @@ async def test_the_stream_of_an_agent_that_never_reads_is_ended_with_a_reason(
     ):
         call = Call(Client(channel).agents.Connect())
         await call.write(hello("agent"))
-        unknown = agent_service_pb2.RankJoined(job_id="X" * 256, rank=rank_pb2.RankCoordinates())
+        unknown = ConnectRequest(rank_joined={"job_id": "X" * 256, "rank": {}})
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
             for _ in range(3000):
                 async with asyncio.timeout(5):  # messages are read no faster than the rate limit
-                    await call.write(ConnectRequest(rank_joined=unknown))
+                    await call.write(unknown)
         # Messages already on their way come before the status.
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(read_to_the_end(call), TIMEOUT_S)
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert reason_of(caught.value) == "READER_TOO_SLOW"
+        code, reason, _ = await refusal(asyncio.wait_for(read_to_the_end(call), TIMEOUT_S))
+        assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "READER_TOO_SLOW")
 
 
 class Clock:
@@ -138,26 +132,22 @@ async def test_a_process_stopped_for_longer_than_the_lease_loses_no_rank(
 ) -> None:
     lease_s = 0.5
     async with connected(make_settings(tmp_path, lease_s=lease_s)) as client:
-        await client.register()
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.join()
+        agent = await joined(client)
         await agent.iterate()
-        before = await client.ranks()
         clock.now_s += 1.4 * lease_s  # to a process that is stopped all time passes at once
-        after = await client.ranks()
-        assert [rank.state for rank in after] == [rank.state for rank in before]
+        assert await client.rank_states() == CONNECTED
         await clock.go_on()  # the following ticks must not let a lease expire either
-        await agent.send(heartbeat=agent_service_pb2.Heartbeat())
+        await agent.send(heartbeat={})
         await agent.iterate()
         assert not agent.reader.done()
-        assert {rank.state for rank in await client.ranks()} == {rank_pb2.RANK_STATE_CONNECTED}
+        assert await client.rank_states() == CONNECTED
         assert (await client.job()).state != job_pb2.JOB_STATE_WAITING
         # A lease that nobody renews still runs out.
         await agent.end()
 
         async def are_lost() -> bool:
             await clock.go_on()
-            return {rank.state for rank in await client.ranks()} == {rank_pb2.RANK_STATE_LOST}
+            return await client.rank_states() == {rank_pb2.RANK_STATE_LOST}
 
         await until(are_lost)
 
@@ -223,19 +213,20 @@ async def test_health_reports_not_serving_while_nothing_is_stored(
                 await until(held.is_waited_for)
                 clock.now_s += 2 * TIMEOUT_S
 
-                async def is_not_serving() -> bool:
-                    return bool(await _health(address) == NOT_SERVING)
+                async def reports(status: object) -> bool:
+                    return await _health(address) == status
 
-                async def is_serving() -> bool:
-                    return bool(await _health(address) == SERVING)
-
-                await until(is_not_serving)
+                await until(lambda: reports(NOT_SERVING))
                 held.go.set()
                 await registering
-                await until(is_serving)
+                await until(lambda: reports(SERVING))
     late = [line for line in logs if "health reports NOT_SERVING" in line["event"]]
     again = [line for line in logs if "health reports SERVING" in line["event"]]
     assert len(late) == len(again) == 1
+
+
+def nobodys_batch(sequence: int) -> ConnectRequest:
+    return ConnectRequest(telemetry={"job_id": "nobody", "sequence": sequence})
 
 
 async def test_a_slow_store_makes_all_agents_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,8 +241,7 @@ async def test_a_slow_store_makes_all_agents_wait(tmp_path: Path, monkeypatch: p
         held.go.clear()
         held.later_count = 0
         for sequence in range(1, batch_count + 1):
-            batch = agent_service_pb2.TelemetryBatch(job_id="nobody", sequence=sequence)
-            await asyncio.gather(*(call.write(ConnectRequest(telemetry=batch)) for call in calls))
+            await asyncio.gather(*(call.write(nobodys_batch(sequence)) for call in calls))
         await until(held.is_overloaded)
         await asyncio.sleep(0.1)  # by now nothing new happens
         assert writers.MAX_WAITING < held.later_count <= writers.MAX_WAITING + stream_count
@@ -270,27 +260,24 @@ async def test_an_agent_whose_messages_wait_for_longer_than_the_lease_loses_no_r
     monkeypatch.setattr(writers, "MAX_WAITING", 10)
     held = HeldStore(monkeypatch)
     async with connected(make_settings(tmp_path, lease_s=lease_s)) as client:
-        await client.register()
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.join()
+        agent = await joined(client)
         await agent.iterate()
         flood = client.agents.Connect()
         await flood.write(hello("flood"))
         await flood.read()
         held.go.clear()
         for sequence in range(1, 3 * writers.MAX_WAITING):
-            batch = agent_service_pb2.TelemetryBatch(job_id="nobody", sequence=sequence)
-            await flood.write(ConnectRequest(telemetry=batch))
+            await flood.write(nobodys_batch(sequence))
         await until(held.is_overloaded)
         kept_until_s = clock.now_s + 2 * lease_s
         while clock.now_s < kept_until_s:
-            await agent.send(heartbeat=agent_service_pb2.Heartbeat())
+            await agent.send(heartbeat={})
             await clock.go_on()
-            assert {rank.state for rank in await client.ranks()} == {rank_pb2.RANK_STATE_CONNECTED}
-        assert not any(message.HasField("heartbeat") for message in agent.received)  # no message was handled
+            assert await client.rank_states() == CONNECTED
+        assert not agent.got("heartbeat")  # no message was handled
         held.go.set()
         await agent.iterate()
-        assert {rank.state for rank in await client.ranks()} == {rank_pb2.RANK_STATE_CONNECTED}
+        assert await client.rank_states() == CONNECTED
         flood.cancel()
 
 
@@ -330,11 +317,11 @@ class Flood:
         await self.call.write(hello(self.instance_id))
         await self.call.read()
         reading = asyncio.create_task(self.read())
-        unknown = agent_service_pb2.RankLeft(job_id="nobody", rank=rank_pb2.RankCoordinates())
+        unknown = ConnectRequest(rank_left={"job_id": "nobody", "rank": {}})
         try:
             while True:
                 await self.room.acquire()
-                await self.call.write(ConnectRequest(rank_left=unknown))
+                await self.call.write(unknown)
         finally:
             reading.cancel()
             self.call.cancel()
@@ -348,9 +335,7 @@ class Flood:
 
 async def test_a_flood_of_one_job_delays_only_itself(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path, limit_stream_messages_per_s=1e6)) as client:
-        await client.register()
-        quiet = FakeAgent(client, "quiet", ALL_PLACES[:1])
-        await quiet.join()
+        quiet = await joined(client, "quiet", ALL_PLACES[:1])
         floods = [Flood(client, f"flood-{number}") for number in range(4)]
         flooding = [asyncio.create_task(flood.run()) for flood in floods]
 
@@ -371,4 +356,3 @@ async def test_a_flood_of_one_job_delays_only_itself(tmp_path: Path) -> None:
         await asyncio.gather(*flooding, return_exceptions=True)
         # A flood's messages wait for all of its earlier messages.
         assert statistics.median(waits) < len(floods) * Flood.AHEAD
-        await quiet.end()

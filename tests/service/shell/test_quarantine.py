@@ -12,8 +12,6 @@ from typing import Any
 
 import grpc
 import pytest
-from google.rpc.error_details_pb2 import ErrorInfo
-from grpc_status import rpc_status
 from structlog.testing import capture_logs
 from typer.testing import CliRunner, Result
 
@@ -31,15 +29,15 @@ from perseus.service.job.run import Run
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.solving.worker_pool import WorkerPool
 from perseus.solver import Frontier, Pipeline
-from perseus.v1 import event_pb2, job_pb2, job_service_pb2
+from perseus.v1 import event_pb2, job_pb2
 from tests.service.grpc_fakes import (
-    ALL_PLACES,
-    TIMEOUT_S,
     Client,
     FakeAgent,
     connected,
     connected_to,
+    joined,
     make_settings,
+    refusal,
     running_here,
     until,
 )
@@ -87,21 +85,20 @@ def break_view(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_job_that_cannot_be_serialised_hides_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with connected(make_settings(tmp_path)) as client:
-        await client.register()
-        await client.register(job_id="other")
-        figures = views.figures
+    await client.register()
+    await client.register(job_id="other")
+    figures = views.figures
 
-        def none_at_all(run: Run) -> RunFigures:
-            wrong = replace(figures(run), predicted_time_s="none")  # type: ignore[arg-type]
-            return wrong if run.spec.job_id == "job" else figures(run)
+    def none_at_all(run: Run) -> RunFigures:
+        wrong = replace(figures(run), predicted_time_s="none")  # type: ignore[arg-type]
+        return wrong if run.spec.job_id == "job" else figures(run)
 
-        monkeypatch.setattr(views, "figures", none_at_all)
-        listed = await client.jobs.ListJobs(job_service_pb2.ListJobsRequest(), timeout=TIMEOUT_S)
-        assert [each.job_id for each in listed.jobs] == ["job", "other"]
-        assert FaultyPart.VIEW.value in listed.jobs[0].state_reason
+    monkeypatch.setattr(views, "figures", none_at_all)
+    listed = (await client.ask("ListJobs")).jobs
+    assert [each.job_id for each in listed] == ["job", "other"]
+    assert FaultyPart.VIEW.value in listed[0].state_reason
 
 
 def break_action(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,13 +154,11 @@ async def test_a_fault_quarantines_its_job_until_it_is_resumed(
     ):
         await client.register()
         await client.register(job_id="other", microbatches=4)
-        both = FakeAgent(client, "both", ALL_PLACES)
+        both = FakeAgent(client, "both")
         await both.hello()
-        other = FakeAgent(client, "other", ALL_PLACES, job_id="other")
         with monkeypatch.context() as patched, capture_logs() as logs:
             breaking(patched)
-            for rank in both.ranks.values():
-                await both.send(rank_joined=both.joined(rank))
+            await both.announce()
             if part is FaultyPart.SOLVING:
                 await both.until(lambda: len(both.accepted) == 4)
                 while (await client.job()).state != job_pb2.JOB_STATE_STOCK:
@@ -178,23 +173,14 @@ async def test_a_fault_quarantines_its_job_until_it_is_resumed(
             lines = [line for line in logs if line["event"] == "job quarantined"]
             assert {(line["job_id"], line["part"]) for line in lines} == {("job", part.value)}
             assert type(lines[0]["exc_info"]).__name__ == error
-            listed = await client.jobs.ListJobs(job_service_pb2.ListJobsRequest(), timeout=TIMEOUT_S)
-            assert [each.job_id for each in listed.jobs] == ["job", "other"]
+            assert [each.job_id for each in (await client.ask("ListJobs")).jobs] == ["job", "other"]
             assert not both.reader.done(), "the agent's stream continues"
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await client.jobs.ReportStraggler(
-                    job_service_pb2.ReportStragglerRequest(job_id="job", pipeline=0, slowdown_factor=2),
-                    timeout=TIMEOUT_S,
-                )
-            status, info = rpc_status.from_call(caught.value), ErrorInfo()
-            assert status is not None
-            assert status.details[0].Unpack(info)
-            assert info.reason == "JOB_QUARANTINED"
+            straggler = client.ask("ReportStraggler", job_id="job", pipeline=0, slowdown_factor=2)
+            assert (await refusal(straggler))[1] == "JOB_QUARANTINED"
         assert not background.done()
 
         # Once the cause is gone, it resumes from what is stored; the agents join again on their own.
-        resume = job_service_pb2.ResumeJobRequest(job_id="job")
-        await asyncio.gather(*(client.jobs.ResumeJob(resume, timeout=TIMEOUT_S) for _ in range(3)))
+        await asyncio.gather(*(client.ask("ResumeJob", job_id="job") for _ in range(3)))
         for rank in both.ranks.values():
             rank.start_trainer(rank.iteration)
         both.sequence = max(both.sequence, both.acknowledged)
@@ -209,15 +195,13 @@ async def test_a_fault_quarantines_its_job_until_it_is_resumed(
         ]
         assert quarantined.part == event_pb2.FaultyPart.Value(f"FAULTY_PART_{part.name}")
         assert error in quarantined.error
-        await both.end()
-        await other.end()
 
 
 async def test_a_stored_run_that_cannot_be_restored_keeps_no_other_job_from_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = make_settings(tmp_path)
-    async with running_here(settings) as (address, _), connected_to(address) as client:
+    async with connected(settings) as client:
         await client.register()
         await client.register(job_id="other")
     restore = JobMachine.restore.__func__  # type: ignore[attr-defined]
@@ -229,19 +213,23 @@ async def test_a_stored_run_that_cannot_be_restored_keeps_no_other_job_from_star
 
     with monkeypatch.context() as patched:
         patched.setattr(JobMachine, "restore", classmethod(failing))
-        async with running_here(settings) as (address, _), connected_to(address) as client:
+        async with connected(settings) as client:
             assert (await client.job("other")).state == job_pb2.JOB_STATE_WAITING
             job = await client.job()
             assert job.state == job_pb2.JOB_STATE_STOCK
             assert "BrokenError: unreadable" in job.state_reason
             with pytest.raises(grpc.aio.AioRpcError, match="is quarantined"):
-                await client.jobs.ResumeJob(job_service_pb2.ResumeJobRequest(job_id="job"), timeout=TIMEOUT_S)
-    async with running_here(settings) as (address, _), connected_to(address) as client:
-        await client.jobs.ResumeJob(job_service_pb2.ResumeJobRequest(job_id="job"), timeout=TIMEOUT_S)
+                await client.ask("ResumeJob", job_id="job")
+    async with connected(settings) as client:
+        await client.ask("ResumeJob", job_id="job")
         assert (await client.job()).state == job_pb2.JOB_STATE_WAITING
         await client.finish()
-        await client.jobs.DeleteJob(job_service_pb2.DeleteJobRequest(job_id="job"), timeout=TIMEOUT_S)
-        await until(lambda: _is_alone(client))
+        await client.ask("DeleteJob", job_id="job")
+
+        async def is_alone() -> bool:
+            return [job.job_id for job in (await client.ask("ListJobs")).jobs] == ["other"]
+
+        await until(is_alone)
 
 
 @pytest.mark.parametrize(
@@ -251,17 +239,13 @@ async def test_a_quarantined_run_is_replayed_offline_to_the_same_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: FaultyPart, breaking: Any
 ) -> None:
     settings = make_settings(tmp_path)
-    async with running_here(settings) as (address, _), connected_to(address) as client:
-        await client.register()
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.hello()
-        await agent.join_ranks()
+    async with connected(settings) as client:
+        agent = await joined(client)
         await agent.iterate()
         with monkeypatch.context() as patched:
             breaking(patched)
             await trigger(client, agent)
         await until(lambda: is_stored_as_quarantined(client))
-        await agent.end()
     with monkeypatch.context() as patched:
         breaking(patched)
         done = await asyncio.to_thread(replayed, settings)
@@ -279,11 +263,11 @@ async def test_a_run_that_cannot_be_restored_is_replayed_to_the_same_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = make_settings(tmp_path)
-    async with running_here(settings) as (address, _), connected_to(address) as client:
+    async with connected(settings) as client:
         await client.register()
     with monkeypatch.context() as patched:
         patched.setattr(Lifecycle, "resume_restored", lambda *_: 1 / 0)
-        async with running_here(settings) as (address, _), connected_to(address) as client:
+        async with connected(settings) as client:
             await until(lambda: is_stored_as_quarantined(client))
         done = await asyncio.to_thread(replayed, settings)
     assert done.exit_code == 0, done.output
@@ -292,7 +276,7 @@ async def test_a_run_that_cannot_be_restored_is_replayed_to_the_same_fault(
 
 async def test_an_unrecorded_run_is_not_replayed(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
-    async with running_here(settings) as (address, _), connected_to(address) as client:
+    async with connected(settings) as client:
         await client.register()
     for more in ([], ["--run", "2"]):
         done = await asyncio.to_thread(replayed, settings, *more)
@@ -301,16 +285,9 @@ async def test_an_unrecorded_run_is_not_replayed(tmp_path: Path) -> None:
 
 
 async def is_stored_as_quarantined(client: Client) -> bool:
-    listed = await client.jobs.ListJobEvents(
-        job_service_pb2.ListJobEventsRequest(job_id="job"), timeout=TIMEOUT_S
-    )
+    listed = await client.ask("ListJobEvents", job_id="job")
     return any(event.HasField("quarantined") for event in listed.events)
 
 
 def replayed(settings: CoordinatorSettings, *more: str) -> Result:
     return CliRunner().invoke(app, ["store", "replay", "job", "--database", str(settings.database), *more])
-
-
-async def _is_alone(client: Client) -> bool:
-    listed = await client.jobs.ListJobs(job_service_pb2.ListJobsRequest(), timeout=TIMEOUT_S)
-    return [job.job_id for job in listed.jobs] == ["other"]

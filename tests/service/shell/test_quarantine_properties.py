@@ -6,20 +6,20 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from perseus.service.domain.commands import Command, SlowPlan
+from perseus.service.domain.commands import SlowPlan
 from perseus.service.domain.errors import CoordinatorError
-from perseus.service.domain.inputs import Input, OfferAnswered, PlanInForce, TelemetryArrived
+from perseus.service.domain.inputs import OfferAnswered, PlanInForce, TelemetryArrived
 from perseus.service.domain.measured import Saving
 from perseus.service.domain.model import MaxClock, Offer
-from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import Coordinates, JobSpec, Registration
 from perseus.service.job import views
 from perseus.service.job.machine import JobMachine
@@ -29,10 +29,10 @@ from perseus.service.shell import writer
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.jobs import LATEST
 from perseus.service.solving.work import solve_explaining
-from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
-from perseus.service.storage.sql_store import SqlStore
+from perseus.service.solving.worker_pool import JOBS, WorkerPool
 from perseus.solver import Computation, Frontier, Pipeline
 from perseus.v1 import job_pb2
+from tests.service.grpc_fakes import coordinator_without_api
 from tests.service.service_fakes import FakeRank, make_spec
 
 
@@ -183,13 +183,7 @@ async def live(
     path: Path, dice: Dice, *, with_faulty: bool
 ) -> tuple[list[object], job_pb2.JobState.ValueType]:
     """Run both jobs for a while, and return the observations of the quiet one."""
-    store = await SqlStore.open(path)
-    coordinator = Coordinator(
-        store, InlineSolver(JOBS, 0, 60.0), WorkerPool(REQUESTS, 0, 60.0), RULES, Retention()
-    )
-    await coordinator.start()
-    writing = asyncio.create_task(coordinator.run())
-    try:
+    async with coordinator_without_api(path, RULES, InlineSolver(JOBS, 0, 60.0)) as coordinator:
         quiet = World(coordinator, make_spec(QUIET, microbatches=2), dice)
         for rank in quiet.ranks.values():
             rank.instance_id = QUIET
@@ -209,54 +203,36 @@ async def live(
                 with suppress(CoordinatorError):
                     await coordinator.jobs.resume(FAULTY)
                 worlds[0].join()
-        assert not writing.done()
         state = (await coordinator.jobs.job(QUIET, LATEST, is_full=False)).state
         assert sum(coordinator.live.fault_counts.values()) == (dice.faults if with_faulty else 0)
         return await quiet.seen(), state
-    finally:
-        writing.cancel()
-        await asyncio.gather(writing, return_exceptions=True)
-        await coordinator.close()
-        await store.close()
 
 
 @pytest.fixture
 def faults_at_random(monkeypatch: pytest.MonkeyPatch) -> list[Dice]:
     """Make machines fail as the dice in the list decide: before an input, after it, and in views."""
     current: list[Dice] = []
-    handle, take_telemetry, job = JobMachine.handle, JobMachine._take_telemetry, views.job
-    next_deadline_s, lease_on_gpu_s = Run.next_deadline_s, views.lease_on_gpu_s
 
-    def failing_handle(self: JobMachine, event: Input, now_s: float, wall_time_s: float) -> list[Command]:
-        current[0].throw(self.spec.job_id)
-        commands = handle(self, event, now_s, wall_time_s)
-        current[0].throw(self.spec.job_id)
-        return commands
+    def fail(owner: object, name: str, *, after: bool = False) -> None:
+        """Let a function fail before it runs, or after it, too."""
+        function = getattr(owner, name)
 
-    def failing_telemetry(self: JobMachine, event: TelemetryArrived, now_s: float) -> bool:
-        current[0].throw(self.spec.job_id)
-        has_effect = take_telemetry(self, event, now_s)
-        current[0].throw(self.spec.job_id)
-        return has_effect
+        @wraps(function)
+        def failing(of_job: Any, *arguments: Any, **options: Any) -> Any:
+            current[0].throw(of_job.spec.job_id)
+            answer = function(of_job, *arguments, **options)
+            if after:
+                current[0].throw(of_job.spec.job_id)
+            return answer
 
-    def failing_deadline(self: Run) -> float | None:
-        current[0].throw(self.spec.job_id)
-        return next_deadline_s(self)
-
-    def failing_gpu(run: Run, place: Coordinates, gpu_uuid: str, now_s: float) -> float | None:
-        current[0].throw(run.spec.job_id)
-        return lease_on_gpu_s(run, place, gpu_uuid, now_s)
-
-    def failing_job(run: Run, *, is_full: bool) -> job_pb2.Job:
-        current[0].throw(run.spec.job_id)
-        return job(run, is_full=is_full)
+        monkeypatch.setattr(owner, name, failing)
 
     monkeypatch.setattr(writer, "GATHERING_S", 0.0)
-    monkeypatch.setattr(JobMachine, "handle", failing_handle)
-    monkeypatch.setattr(JobMachine, "_take_telemetry", failing_telemetry)
-    monkeypatch.setattr(views, "job", failing_job)
-    monkeypatch.setattr(Run, "next_deadline_s", failing_deadline)
-    monkeypatch.setattr(views, "lease_on_gpu_s", failing_gpu)
+    fail(JobMachine, "handle", after=True)
+    fail(JobMachine, "_take_telemetry", after=True)
+    fail(views, "job")
+    fail(Run, "next_deadline_s")
+    fail(views, "lease_on_gpu_s")
     return current
 
 

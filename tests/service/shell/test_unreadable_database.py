@@ -12,7 +12,6 @@ from perseus.service.domain.errors import DatabaseUnreadableError
 from perseus.service.shell import coordinator, ledger, tokens
 from perseus.service.storage.engines import connect
 from perseus.service.storage.sql_store import SqlStore
-from perseus.v1 import ledger_service_pb2, ledger_service_pb2_grpc
 from tests.service.api.test_power_shares import JOBS, serving
 from tests.service.grpc_fakes import refusal
 from tests.service.storage import postgresql
@@ -43,15 +42,13 @@ async def test_calls_that_read_are_refused_and_background_tasks_go_on(
     with postgresql.running() as server:
         database = server.new_database()
         async with serving(tmp_path, database, 1) as client:
-            calls = ledger_service_pb2_grpc.LedgerServiceStub(client.channel)
-            wanted = ledger_service_pb2.ListLedgerEntriesRequest()
             other = await asyncio.to_thread(connect, database, slot=1)
             other.connection.execute(text("LOCK TABLE ledger, tokens, budgets, slot_powers"))
-            code, reason, _ = await refusal(calls.ListLedgerEntries(wanted))
+            code, reason, _ = await refusal(client.ask("ListLedgerEntries"))
             assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "DATABASE_UNREADABLE")
             async with asyncio.timeout(30):
                 while not failing >= TASKS:  # noqa: ASYNC110 - they tell nobody
                     await asyncio.sleep(0.05)
             other.close()
-            await calls.ListLedgerEntries(wanted)
+            await client.ask("ListLedgerEntries")
             await client.register(job_id=JOBS[1])

@@ -5,6 +5,7 @@ import pickle
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -134,6 +135,11 @@ def spec_message(
             for fingerprint, counts in zip_longest(stage_work, layers)
         ],
     )
+
+
+def sent(**message: Any) -> ConnectRequest:
+    """Return a message of an agent, of parts that are messages or their fields."""
+    return ConnectRequest(**message)
 
 
 def make_request(method: str, **fields: Any) -> Message:
@@ -270,14 +276,19 @@ async def running_here(
             yield served
 
 
+def unused_solvers() -> tuple[WorkerPool, WorkerPool]:
+    """Return solvers without workers, for jobs and for requests."""
+    return WorkerPool(JOBS, 0, 60.0), WorkerPool(REQUESTS, 0, 60.0)
+
+
 @asynccontextmanager
 async def coordinator_without_api(
     path: Path, rules: Rules, solver: WorkerPool | None = None
 ) -> AsyncIterator[Coordinator]:
-    """Run a coordinator on a store, without workers of its own."""
+    """Run a coordinator on a store; only a given solver solves anything."""
     store = await SqlStore.open(path)
-    solvers = solver or WorkerPool(JOBS, 0, 60.0), WorkerPool(REQUESTS, 0, 60.0)
-    made = Coordinator(store, *solvers, rules, Retention())
+    of_jobs, of_requests = unused_solvers()
+    made = Coordinator(store, solver or of_jobs, of_requests, rules, Retention())
     await made.start()
     running = asyncio.create_task(made.run())
     try:
@@ -442,7 +453,7 @@ class FakeAgent:
 
     async def send(self, request: ConnectRequest | None = None, **message: Any) -> None:
         async with self.writing:  # Two writes at once fail.
-            await self.call.write(ConnectRequest(**message) if request is None else request)
+            await self.call.write(sent(**message) if request is None else request)
 
     @property
     def refusals(self) -> list[Any]:
@@ -579,47 +590,24 @@ class FakeAgent:
     def telemetry(self, rank: service_fakes.FakeRank) -> agent_service_pb2.TelemetryBatch:
         self.sequence += 1
         batch = rank.end(ITERATION_TIME_S).batch
-        rows, computations, energy = batch.iterations, batch.computations, batch.energy
+        kinds = computation_pb2.ComputationKind.values()
+        columns = batch.computations._asdict()
+        computations = columns | {"kind": [kinds[1 + kind] for kind in batch.computations.kind]}
         message = agent_service_pb2.TelemetryBatch(
             sequence=self.sequence,
             job_id=self.job_id,
             rank=self.place(rank.place),
-            iterations=agent_service_pb2.IterationColumns(
-                iteration=rows.iteration,
-                plan_version=rows.plan_version,
-                duration_s=rows.duration_s,
-                energy_j=rows.energy_j,
-                is_regular=rows.is_regular,
-                clock_event_reasons=rows.clock_event_reasons,
-                has_clock_change=rows.has_clock_change,
-            ),
-            computations=agent_service_pb2.ComputationColumns(
-                iteration=computations.iteration,
-                kind=[computation_pb2.ComputationKind.values()[1 + kind] for kind in computations.kind],
-                microbatch=computations.microbatch,
-                chunk=computations.chunk,
-                begin_s=computations.begin_s,
-                duration_s=computations.duration_s,
-                clock_mhz=computations.clock_mhz,
-            ),
+            iterations=agent_service_pb2.IterationColumns(**batch.iterations._asdict()),
+            computations=agent_service_pb2.ComputationColumns(**computations),
         )
-        if energy is not None:
+        if (energy := batch.energy) is not None:
             message.energy.plan_version = energy.plan_version
             message.energy.iteration_count = energy.iteration_count
             if energy.blocking_power_w is not None:
                 message.energy.blocking_power_w = energy.blocking_power_w
             message.energy.blocking_power_se_w = energy.blocking_power_se_w
             for sample in energy.samples:
-                message.energy.samples.add(
-                    kind=1 + KINDS.index(sample.kind),
-                    chunk=sample.chunk,
-                    clock_mhz=sample.clock_mhz,
-                    computation_count=sample.computation_count,
-                    time_s=sample.time_s,
-                    time_se_s=sample.time_se_s,
-                    energy_j=sample.energy_j,
-                    energy_se_j=sample.energy_se_j,
-                )
+                message.energy.samples.add(**asdict(sample) | {"kind": 1 + KINDS.index(sample.kind)})
         return message
 
     async def iterate_until(self, client: Client, state: int) -> None:

@@ -22,9 +22,8 @@ from perseus.service.domain.principals import ANYBODY, Grant, Principal, Scope
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import TokenEntry
 from perseus.tls.tokens import TokenSource
-from perseus.v1 import agent_service_pb2, token_service_pb2
+from perseus.v1 import agent_service_pb2, job_service_pb2, token_service_pb2
 from perseus.v1 import power_service_pb2 as power_pb
-from perseus.v1.agent_service_pb2 import ConnectRequest
 from tests.service.api.test_power_service import Budgets
 from tests.service.grpc_fakes import (
     ALL_PLACES,
@@ -39,6 +38,7 @@ from tests.service.grpc_fakes import (
     make_settings,
     refusal,
     running_here,
+    sent,
     spec_message,
 )
 from tests.service.sites import Site, open_site
@@ -80,7 +80,7 @@ async def joining(client: Client) -> str:
     call = Call(client.agents.Connect(timeout=TIMEOUT_S))
     # An instance of its own: the end of an earlier caller's stream may not have been noticed yet.
     hello = {"instance_id": uuid.uuid4().hex, "agent_version": "0", "hostname": "host"}
-    for output in (ConnectRequest(hello=hello), ConnectRequest(rank_joined={"job_id": "llama-1"})):
+    for output in (sent(hello=hello), sent(rank_joined={"job_id": "llama-1"})):
         with suppress(asyncio.InvalidStateError):  # the stream has ended; reading returns the reason
             await call.write(output)
         answer = await call.read()
@@ -174,7 +174,7 @@ async def test_a_refusal_has_its_reason_and_is_logged_without_the_secret(
 async def test_other_authorization_headers_are_not_bearer_tokens(site: Site) -> None:
     async with site.as_(None) as client:
         headers = (("authorization", f"Basic {site.operator}"),)
-        call = client.jobs.ListJobs(make_request("ListJobs"), metadata=headers)
+        call = client.jobs.ListJobs(job_service_pb2.ListJobsRequest(), metadata=headers)
         assert (await refusal(call))[1] == "CREDENTIAL_MISSING"
 
 
@@ -426,7 +426,7 @@ async def greeting(client: Client, instance_id: str, key: str = "") -> Any:
     """Return the answer to an agent's Hello: a Welcome, or code and reason of its refusal."""
     call = client.agents.Connect(timeout=TIMEOUT_S)
     hello = {"instance_id": instance_id, "agent_version": "0", "instance_key": key}
-    await call.write(ConnectRequest(hello=hello))
+    await call.write(sent(hello=hello))
     try:
         answer = await call.read()
     except grpc.aio.AioRpcError as error:

@@ -26,6 +26,7 @@ from tests.service.grpc_fakes import (
     make_request,
     outcome,
     refusal,
+    sent,
     spec_message,
 )
 
@@ -132,14 +133,14 @@ def output(agent: FakeAgent) -> list[ConnectRequest]:
     return [
         ConnectRequest(rank_joined=announced),
         ConnectRequest(telemetry=telemetry),
-        ConnectRequest(rank_left=about | {"reason": rank_pb2.RANK_LEFT_REASON_FINISHED}),
-        ConnectRequest(plan_answer=offer | {"accepted": True, "refused_clocks_mhz": [1400]}),
-        ConnectRequest(plan_in_force=about | {"iteration": 0}),
-        ConnectRequest(gpu_error=about | {"reason": failed, "message": "m"}),
-        ConnectRequest(trainer_unmarked=about),
-        ConnectRequest(heartbeat={"clock_ahead_s": 1.0}),
-        ConnectRequest(message_refused={"rank": about["rank"]}),
-        ConnectRequest(power_reading={"duration_s": 1.0, "gpu_uuid": ["g"], "power_w": [90.0]}),
+        sent(rank_left=about | {"reason": rank_pb2.RANK_LEFT_REASON_FINISHED}),
+        sent(plan_answer=offer | {"accepted": True, "refused_clocks_mhz": [1400]}),
+        sent(plan_in_force=about | {"iteration": 0}),
+        sent(gpu_error=about | {"reason": failed, "message": "m"}),
+        sent(trainer_unmarked=about),
+        sent(heartbeat={"clock_ahead_s": 1.0}),
+        sent(message_refused={"rank": about["rank"]}),
+        sent(power_reading={"duration_s": 1.0, "gpu_uuid": ["g"], "power_w": [90.0]}),
     ]
 
 
@@ -197,7 +198,7 @@ def spec(**changes: Any) -> job_pb2.JobSpec:
 
 
 def policies() -> list[job_pb2.OperatingPolicy]:
-    until = job_pb2.WorkUntil(iteration_count=1, end_time={"seconds": 4_000_000_000})
+    until = {"iteration_count": 1, "end_time": {"seconds": 4_000_000_000}}
     rules: list[dict[str, Any]] = [
         {"max_slowdown_percent": 1},
         {"deadline": {"iteration_count": 1, "time_s": 1}},
@@ -214,9 +215,9 @@ def policies() -> list[job_pb2.OperatingPolicy]:
 
 def registers() -> list[Message]:
     forward, backward = computation_pb2.COMPUTATION_KIND_FORWARD, computation_pb2.COMPUTATION_KIND_BACKWARD
-    explicit = computation_pb2.ExplicitSchedule(
-        stages=[{"computations": [{"kind": forward}, {"kind": backward}]}], paths=[{"steps": [{}]}]
-    )
+    order: Any = {"computations": [{"kind": forward}, {"kind": backward}]}
+    path: Any = {"steps": [{}]}
+    explicit = computation_pb2.ExplicitSchedule(stages=[order], paths=[path])
     specs = [spec(policy=policy) for policy in policies()]
     specs.append(spec(schedule=computation_pb2.Schedule(explicit=explicit)))
     specs.append(spec(stage_work=[job_pb2.StageWork(layer_counts=[4])]))

@@ -37,9 +37,8 @@ from tests.service.api.test_mutated_requests import (
     output_of,
     requests,
     telemetry,
-    unused_solvers,
 )
-from tests.service.grpc_fakes import TIMEOUT_S
+from tests.service.grpc_fakes import TIMEOUT_S, unused_solvers
 
 BOTH = (MINE, THEIRS)
 

@@ -11,8 +11,7 @@ from structlog.testing import capture_logs
 
 from perseus.service.api.interceptors import serve_stream
 from perseus.service.api.rpc_scopes import RPC_SCOPES
-from perseus.v1.agent_service_pb2 import ConnectRequest
-from tests.service.grpc_fakes import TIMEOUT_S, Client, refusal
+from tests.service.grpc_fakes import TIMEOUT_S, Client, refusal, sent
 
 NONSENSE = b"\xff\xff\xff\xff"
 STREAMS_OF_REQUESTS = ("/ServerReflectionInfo", "/Connect")
@@ -65,7 +64,7 @@ async def test_a_caller_that_leaves_during_an_answer_is_no_fault() -> None:
 async def test_malformed_bytes_end_a_running_agents_stream(client: Client) -> None:
     channel: Any = client.channel
     stream = channel.stream_stream("/perseus.v1.AgentService/Connect")(timeout=TIMEOUT_S)
-    await stream.write(ConnectRequest(hello={"instance_id": "a"}).SerializeToString())
+    await stream.write(sent(hello={"instance_id": "a"}).SerializeToString())
     await stream.read()
     await stream.write(NONSENSE)
     assert (await refusal(stream))[:2] == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")

@@ -14,8 +14,8 @@ WHY = "nvmlInit: Driver Not Loaded"
 
 
 def gpu_error(stage: int, reason: int) -> agent_service_pb2.GpuError:
-    parts: dict[str, Any] = {"gpu_uuid": f"GPU-{stage}", "reason": reason, "message": WHY}
-    return agent_service_pb2.GpuError(job_id="job", rank={"stage": stage}, **parts)
+    parts: dict[str, Any] = {"rank": {"stage": stage}, "reason": reason}
+    return agent_service_pb2.GpuError(job_id="job", gpu_uuid=f"GPU-{stage}", message=WHY, **parts)
 
 
 async def test_each_gpu_error_is_one_event(client: Client) -> None:

@@ -42,6 +42,7 @@ def explicit(*stages: Counts, paths: Sequence[Counts] = ()) -> job_pb2.JobSpec:
 def check(spec: job_pb2.JobSpec, reason: str, metadata: dict[str, str]) -> None:
     with pytest.raises((CoordinatorError, SolverError)) as refused:
         spec_from_proto(spec).check()
+    assert isinstance(refused.value, CoordinatorError | SolverError)
     info = error_info(refused.value)
     assert info.reason == reason
     assert metadata.items() <= dict(info.metadata).items()
@@ -124,7 +125,7 @@ def test_a_path_of_too_many_steps_is_refused() -> None:
         ({"iteration_time_s": 5e-324}, "iteration_time_s"),
     ],
 )
-def test_an_impossible_straggler_is_refused(slowness: dict[str, float], field: str) -> None:
+def test_an_impossible_straggler_is_refused(slowness: dict[str, Any], field: str) -> None:
     with pytest.raises(CoordinatorError) as refused:
         straggler_from_proto(ReportStragglerRequest(job_id="job", **slowness))
     assert refused.value.metadata["field"] == field

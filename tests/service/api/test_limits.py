@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from perseus.service.domain.messages import problem_to_proto
 from perseus.service.domain.statement import Statement
 from perseus.service.shell.ledger import Ledger
-from perseus.v1 import agent_service_pb2, computation_pb2, job_service_pb2
+from perseus.v1 import computation_pb2, job_service_pb2
 from tests.service.grpc_fakes import (
     TIMEOUT_S,
     FakeAgent,
@@ -24,6 +24,7 @@ from tests.service.grpc_fakes import (
     make_settings,
     outcome,
     refusal,
+    sent,
     until,
 )
 from tests.service.sites import Site
@@ -53,7 +54,7 @@ async def test_streams_beyond_the_limit_are_refused_with_a_retry_delay(tmp_path:
         assert [line["event"] for line in logs] == ["agent turned away"], "once, not three times"
         await agent.iterate()  # its stream is unaffected
         watch.cancel()
-        hello = agent_service_pb2.ConnectRequest(hello={"instance_id": "another", "hostname": "host"})
+        hello = sent(hello={"instance_id": "another", "hostname": "host"})
 
         async def has_room() -> bool:
             call = client.agents.Connect()

@@ -31,7 +31,7 @@ from perseus.service.shell import writer
 from perseus.service.shell.coordinator import Coordinator
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import computation_pb2
-from tests.service.grpc_fakes import TIMEOUT_S, FakeAgent, coordinator_without_api
+from tests.service.grpc_fakes import TIMEOUT_S, FakeAgent, coordinator_without_api, sent
 from tests.service.service_fakes import make_gpu, make_spec
 
 JOB = make_spec(pipelines=2, stages=1, microbatches=1)
@@ -77,7 +77,7 @@ class StreamContext:
 def joined(rank: Coordinates) -> wire.ConnectRequest:
     gpu = make_gpu(rank)
     described = {"uuid": gpu.uuid, "model": gpu.model, "supported_clocks_mhz": gpu.supported_clocks_mhz}
-    return wire.ConnectRequest(rank_joined=about(rank) | {"gpu": described, "iteration": -1})
+    return sent(rank_joined=about(rank) | {"gpu": described, "iteration": -1})
 
 
 def about(rank: Coordinates) -> dict[str, Any]:
@@ -102,26 +102,24 @@ def telemetry(rank: Coordinates, sequence: int) -> wire.ConnectRequest:
     }
     parts = {"iterations": iterations, "computations": computations, "energy": energy}
     batch = about(rank) | parts | {"sequence": sequence, "clocks": {"set_count": 1}}
-    return wire.ConnectRequest(telemetry=batch)
+    return sent(telemetry=batch)
 
 
 REASON_OF_ERROR: dict[str, Any] = {"gpu_uuid": "GPU-0-0-0", "reason": 4, "message": "m"}
 VALID = [
     joined(MINE),
     telemetry(MINE, BEGINNING + 1),
-    wire.ConnectRequest(rank_left=about(MINE) | {"reason": 2}),
-    wire.ConnectRequest(plan_answer=about(MINE) | {"epoch": "e", "version": 1, "accepted": True}),
-    wire.ConnectRequest(plan_in_force=about(MINE)),
-    wire.ConnectRequest(gpu_error=about(MINE) | REASON_OF_ERROR),
-    wire.ConnectRequest(trainer_unmarked=about(MINE) | {"message": "m"}),
-    wire.ConnectRequest(message_refused={"reason": "R", "field": "f[3]"}),
-    wire.ConnectRequest(
-        power_reading={"duration_s": 1.0, "gpu_uuid": ["GPU-0-0-0", "GPU-x"], "power_w": [90.0, 60.0]}
-    ),
-    wire.ConnectRequest(heartbeat={}),
-    wire.ConnectRequest(bundle={"messages": [telemetry(MINE, BEGINNING + 1), {"heartbeat": {}}]}),
-    wire.ConnectRequest(hello={"instance_id": "mine"}),
-    wire.ConnectRequest(goodbye={"reason": "r"}),
+    sent(rank_left=about(MINE) | {"reason": 2}),
+    sent(plan_answer=about(MINE) | {"epoch": "e", "version": 1, "accepted": True}),
+    sent(plan_in_force=about(MINE)),
+    sent(gpu_error=about(MINE) | REASON_OF_ERROR),
+    sent(trainer_unmarked=about(MINE) | {"message": "m"}),
+    sent(message_refused={"reason": "R", "field": "f[3]"}),
+    sent(power_reading={"duration_s": 1.0, "gpu_uuid": ["GPU-0-0-0", "GPU-x"], "power_w": [90.0, 60.0]}),
+    sent(heartbeat={}),
+    sent(bundle={"messages": [telemetry(MINE, BEGINNING + 1), {"heartbeat": {}}]}),
+    sent(hello={"instance_id": "mine"}),
+    sent(goodbye={"reason": "r"}),
 ]
 
 

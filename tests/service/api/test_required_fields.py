@@ -22,6 +22,7 @@ from tests.service.grpc_fakes import (
     make_request,
     make_settings,
     outcome,
+    sent,
 )
 
 PROTOS = Path(__file__).parents[3] / "protos"
@@ -174,8 +175,8 @@ def said(agent: FakeAgent) -> list[ConnectRequest]:
     reason = rank_pb2.PLAN_REFUSAL_REASON_PAST_START
     about = {"job_id": "job", "rank": agent.place(ALL_PLACES[0]), "epoch": "e", "version": 1}
     found = [each for each in output(agent) if not each.HasField("heartbeat")]
-    found.append(ConnectRequest(plan_answer=about | {"message": "m", "iteration": 0}))
-    found.append(ConnectRequest(plan_in_force=about | {"iteration": 1}))
+    found.append(sent(plan_answer=about | {"message": "m", "iteration": 0}))
+    found.append(sent(plan_in_force=about | {"iteration": 1}))
     for each in found:
         if each.HasField("plan_answer"):
             each.plan_answer.refusal_reason = reason  # which a refusal must have

@@ -19,7 +19,6 @@ from perseus.service.shell.writer import Writer
 from perseus.service.storage.sql_store import SqlStore
 from perseus.tls.tokens import TokenSource
 from perseus.v1 import agent_service_pb2, token_service_pb2
-from perseus.v1.agent_service_pb2 import ConnectRequest
 from tests.service.api.test_power_shares import slot_of_two
 from tests.service.grpc_fakes import (
     ALL_PLACES,
@@ -30,6 +29,7 @@ from tests.service.grpc_fakes import (
     connected_to,
     make_settings,
     refusal,
+    sent,
     spec_message,
 )
 from tests.service.sites import tokens_of_coordinators
@@ -129,7 +129,7 @@ async def test_a_rank_of_another_slots_job_is_refused_and_the_stream_goes_on(cli
 
 async def hello(client: Client, slot: int) -> agent_service_pb2.ConnectResponse:
     call = client.agents.Connect(timeout=TIMEOUT_S)
-    await call.write(ConnectRequest(hello={"instance_id": "a", "hostname": "h", "slot": slot}))
+    await call.write(sent(hello={"instance_id": "a", "hostname": "h", "slot": slot}))
     answer = await call.read()
     assert isinstance(answer, agent_service_pb2.ConnectResponse)
     call.cancel()
@@ -240,7 +240,7 @@ async def test_a_token_of_slot_0_holds_at_others_at_once_and_once_revoked_ends_i
 ) -> None:
     monkeypatch.setattr(tokens, "RELOAD_S", 1.0)
     operator_file = tmp_path / "operator.token"
-    secured = {"insecure": False, "operator_token_file": operator_file}
+    secured: dict[str, Any] = {"insecure": False, "operator_token_file": operator_file}
     with postgresql.running() as server:
         database = server.new_database()
         async with AsyncExitStack() as stack:

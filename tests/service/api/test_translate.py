@@ -353,7 +353,7 @@ def test_an_order_that_was_seen_is_recognised_only_if_all_of_it_is_the_same() ->
     ):
         for _ in range(2):  # what is refused is not remembered
             with pytest.raises(InvalidFieldError, match=f"^computations.{field}"):
-                columns(*row)  # type: ignore[arg-type]
+                columns(*row)
 
 
 def test_a_filter_of_events_is_translated() -> None:

@@ -11,7 +11,8 @@ from tests.service.grpc_fakes import ALL_PLACES, Client, FakeAgent, joined, plan
 
 async def all_pages(client: Client, method: str, part: str, **wanted: Any) -> list[list[Any]]:
     """Return the pages of a listing: a part of each answer."""
-    pages, token = [], ""
+    pages: list[list[Any]] = []
+    token = ""
     while not pages or token:
         answer = await client.ask(method, page_token=token, **wanted)
         pages.append(list(getattr(answer, part)))
@@ -152,7 +153,7 @@ async def test_jobs_in_full_are_listed_in_pages_of_limited_size(
     kinds = (computation_pb2.COMPUTATION_KIND_FORWARD, computation_pb2.COMPUTATION_KIND_BACKWARD)
     order = [{"kind": kind, "microbatch": microbatch} for microbatch in range(40) for kind in kinds]
     spec = spec_message()
-    explicit = computation_pb2.ExplicitSchedule(stages=[{"computations": order}] * 2)
+    explicit: Any = {"stages": [{"computations": order}] * 2}
     spec.schedule.CopyFrom(computation_pb2.Schedule(explicit=explicit))
     names = [f"job-{number}" for number in range(10)]
     for spec.job_id in names:

@@ -112,9 +112,10 @@ async def test_a_job_is_slow_while_energy_is_dirty_but_not_without_a_signal(tmp_
 
 
 async def test_a_policy_may_be_in_the_specification_and_have_no_signal(client: Client) -> None:
-    work_until = {"iteration_count": 10**6, "end_time": {"seconds": int(time.time()) + 10**7}}
+    end_time = {"seconds": int(time.time()) + 10**7}
+    rule: Any = {"least_cost": {"work_until": {"iteration_count": 10**6, "end_time": end_time}}}
     spec = spec_message()
-    spec.policy.CopyFrom(job_pb2.OperatingPolicy(least_cost={"work_until": work_until}))
+    spec.policy.CopyFrom(job_pb2.OperatingPolicy(**rule))
     await client.ask("RegisterJob", spec=spec, request_id="r")
     agent = FakeAgent(client)
     await agent.join()

@@ -129,7 +129,7 @@ async def test_runs_are_listed_without_a_machine(tmp_path: Path, monkeypatch: py
         await client.register()
         with monkeypatch.context() as patched:
             patched.setattr(Run, "__init__", refuse)
-            page = {"job_id": "job", "page_size": 3}
+            page: dict[str, Any] = {"job_id": "job", "page_size": 3}
             first = await client.ask("ListRuns", **page)
             second = await client.ask("ListRuns", **page, page_token=first.next_page_token)
             assert (len(first.runs), second.next_page_token) == (3, "")

@@ -32,6 +32,7 @@ from tests.service.grpc_fakes import (
     make_settings,
     refusal,
     running_here,
+    sent,
     until,
 )
 
@@ -42,7 +43,7 @@ CONNECTED = {rank_pb2.RANK_STATE_CONNECTED}
 
 
 def hello(instance_id: str) -> ConnectRequest:
-    return ConnectRequest(hello={"instance_id": instance_id, "hostname": "host"})
+    return sent(hello={"instance_id": instance_id, "hostname": "host"})
 
 
 async def test_one_stream_stays_of_thirty_simultaneous_hellos_of_one_instance(tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ async def test_one_stream_stays_of_thirty_simultaneous_hellos_of_one_instance(tm
         await asyncio.sleep(0.2)
         assert reasons == ["STREAM_REPLACED"] * (len(calls) - 1)
         (left,) = [call for call, task in zip(calls, following, strict=True) if not task.done()]
-        await left.write(ConnectRequest(goodbye={}))
+        await left.write(sent(goodbye={}))
         await asyncio.wait_for(asyncio.gather(*following), TIMEOUT_S)
         assert len(reasons) == len(calls) - 1
 
@@ -90,7 +91,7 @@ async def test_the_stream_of_an_agent_that_never_reads_is_ended_with_a_reason(
     ):
         call = Call(Client(channel).agents.Connect())
         await call.write(hello("agent"))
-        unknown = ConnectRequest(rank_joined={"job_id": "X" * 256, "rank": {}})
+        unknown = sent(rank_joined={"job_id": "X" * 256, "rank": {}})
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
             for _ in range(3000):
                 async with asyncio.timeout(5):  # messages are read no faster than the rate limit
@@ -226,7 +227,7 @@ async def test_health_reports_not_serving_while_nothing_is_stored(
 
 
 def nobodys_batch(sequence: int) -> ConnectRequest:
-    return ConnectRequest(telemetry={"job_id": "nobody", "sequence": sequence})
+    return sent(telemetry={"job_id": "nobody", "sequence": sequence})
 
 
 async def test_a_slow_store_makes_all_agents_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +318,7 @@ class Flood:
         await self.call.write(hello(self.instance_id))
         await self.call.read()
         reading = asyncio.create_task(self.read())
-        unknown = ConnectRequest(rank_left={"job_id": "nobody", "rank": {}})
+        unknown = sent(rank_left={"job_id": "nobody", "rank": {}})
         try:
             while True:
                 await self.room.acquire()

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 from perseus.service.api import agent_service
 from perseus.v1 import job_pb2, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest, MessageRefused
-from tests.service.grpc_fakes import ALL_PLACES, Client, FakeAgent, joined
+from tests.service.grpc_fakes import ALL_PLACES, Client, FakeAgent, joined, sent
 
 # Field 99 of the oneof, with its own message in it.
 NEWER = ConnectRequest.FromString(b"\x9a\x06\x02\x08\x01")
@@ -107,9 +107,8 @@ async def test_an_invalid_message_is_refused_with_its_rank_if_it_names_one(
 ) -> None:
     agent = await joined(client)
     place = agent.place(ALL_PLACES[1])
-    await agent.send(**{kind: {"job_id": "job", "rank": place, **values}})
-    await agent.send(**{kind: {"job_id": "job", **values}})
-    await agent.send(**{kind: {"job_id": "Not a job's", **values}})
+    for about in ({"job_id": "job", "rank": place}, {"job_id": "job"}, {"job_id": "Not a job's"}):
+        await agent.send(sent(**{kind: about | values}))
     await agent.until(lambda: len(agent.messages_refused) == 3)
     first, nowhere, nameless = agent.messages_refused
     assert (first.reason, first.field, first.rank) == ("INVALID_FIELD", field, place)

@@ -61,14 +61,11 @@ def hanging(tmp_path: Path) -> Iterator[Hanging]:
         way.mend()
 
 
-def test_it_ends_by_itself_when_nothing_is_forwarded_any_more(hanging: Hanging) -> None:
+@pytest.mark.parametrize("is_terminated", [False, True])
+def test_it_ends_when_nothing_is_forwarded_any_more(hanging: Hanging, is_terminated: bool) -> None:
     hanging.way.cut()
-    assert hanging.end() == STORE_FAILED
-
-
-def test_it_ends_on_sigterm_when_nothing_is_forwarded_any_more(hanging: Hanging) -> None:
-    hanging.way.cut()
-    os.kill(hanging.process.pid, signal.SIGTERM)
+    if is_terminated:
+        os.kill(hanging.process.pid, signal.SIGTERM)
     assert hanging.end() == STORE_FAILED
 
 

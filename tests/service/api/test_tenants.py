@@ -58,23 +58,6 @@ async def test_invented_gpus_do_not_count(site: Site) -> None:
         assert state.conflicting_gpu_count == 0
 
 
-async def test_a_tenants_own_gpus_count_with_at_most_their_highest_power(site: Site) -> None:
-    gpus = {service_fakes.make_gpu(place).uuid: MADE_UP_W for place in ALL_PLACES}
-    async with agent_of(site, "agent:a-*", "a-1") as liar, site.as_(site.operator) as operator:
-        power = Budgets(operator)
-        await power.set(limit_w=1e6)  # agents report no readings before there is a budget
-        await liar.join_ranks()
-
-        async def is_known() -> bool:
-            await report_powers(liar, **gpus)
-            return (await power.feed()).unmanaged_w > 9_000.0
-
-        await until(is_known)
-        state = await power.feed()
-        assert state.unmanaged_w <= 4 * 2500.001
-        assert state.conflicting_gpu_count == 4
-
-
 async def test_readings_of_gpus_without_a_rank_count_from_the_credential_s_host(site: Site) -> None:
     async with agent_of(site, "agent:a-*@host", "a-1") as agent, site.as_(site.operator) as operator:
         power = Budgets(operator)

@@ -117,16 +117,6 @@ async def test_a_report_comes_in_pages_with_savings(client: Client) -> None:
     assert plan.saving.slowdown_se_percent == pytest.approx(0.0)
 
 
-async def test_a_finished_job_shows_when_and_why(client: Client) -> None:
-    registered = await client.register()
-    assert not registered.HasField("finish_time")
-    job = await client.finish()
-    assert job == await client.job()
-    assert job.state_reason == "ended on request"
-    assert job.finish_time.ToNanoseconds() >= registered.create_time.ToNanoseconds()
-    assert job.last_event_sequence == registered.last_event_sequence + 1
-
-
 async def test_ten_jobs_of_4096_ranks_are_a_small_page(client: Client) -> None:
     for number in range(10):
         spec = spec_message(f"pretraining-of-something-large-{number}", 64, 8, 32)

@@ -8,7 +8,6 @@ import sqlite3
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -20,7 +19,7 @@ from perseus.service import server
 from perseus.service.domain.errors import StoreFailedError
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.shell import writer
-from perseus.v1 import event_pb2, job_pb2
+from perseus.v1 import job_pb2
 from tests.service.grpc_fakes import (
     ALL_PLACES,
     TIMEOUT_S,
@@ -122,26 +121,6 @@ async def test_no_reader_brings_back_a_job_that_is_being_deleted(
     assert set(codes) == {grpc.StatusCode.NOT_FOUND}
     registered = await client.register(request_id="first")
     assert registered.state is not job_pb2.JOB_STATE_FINISHED, "nothing of it is known any more"
-
-
-LATER_TYPE: Any = 1_000
-LATER_DETAILS = b"\x82\x3f\x03abc"
-"""An unknown field of number 1008."""
-
-
-async def test_an_event_of_a_later_version_is_listed_unchanged_and_hides_no_other(tmp_path: Path) -> None:
-    settings = make_settings(tmp_path)
-    async with connected(settings) as client:
-        await client.register()
-        await client.finish()
-    with closing(sqlite3.connect(settings.database)) as connection, connection:
-        later = event_pb2.JobEvent(sequence=1, type=LATER_TYPE, message="beamed up").SerializeToString()
-        values = (LATER_TYPE, later + LATER_DETAILS)
-        connection.execute("UPDATE events SET type = ?, event = ? WHERE sequence = 1", values)
-    async with connected(settings) as client:
-        events = await client.events()
-        assert [event.sequence for event in events][:2] == [1, 2]
-        assert events[0].SerializeToString() == later + LATER_DETAILS
 
 
 async def test_an_archived_job_leaves_memory_and_its_report_and_number_stay(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from perseus.service.shell import watching
 from perseus.service.shell.watch_state import WatchState
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2
-from tests.service.grpc_fakes import TIMEOUT_S, Client, FakeAgent, connected, joined, make_settings, until
+from tests.service.grpc_fakes import TIMEOUT_S, Client, connected, joined, make_settings, until
 
 
 def watch(client: Client, after_sequence: int = 0) -> AsyncIterator[job_service_pb2.WatchJobResponse]:
@@ -214,13 +214,3 @@ def add(
         pool.FindFileByName(file.name)
     except KeyError:
         pool.Add(file)
-
-
-async def test_a_dead_agents_ranks_are_lost_when_the_lease_runs_out(tmp_path: Path) -> None:
-    async with connected(make_settings(tmp_path, lease_s=0.3)) as client:
-        agent = await joined(client)
-        await agent.end()
-        await client.all_lost()
-        other = FakeAgent(client, "other")
-        await other.join()
-        assert not other.refused

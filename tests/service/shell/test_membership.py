@@ -1,6 +1,7 @@
 """A fleet's member: what the state machine decides is done, in order, on rows that are not in a database."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 import structlog
@@ -69,6 +70,13 @@ class Connection:
         self._calls.append("disconnect")
 
 
+async def once(condition: Callable[[], bool]) -> None:
+    """Wait for something that is read from the database."""
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 async def joined(rows: Rows, lease_s: float = LEASE_S) -> FleetMember:
     member = FleetMember(rows, lease_s, rows.open_connections)  # type: ignore[arg-type] # as far as needed
     await member.join("a:1", "here", "http://a:2")
@@ -90,9 +98,7 @@ async def test_it_takes_a_free_slot_and_leaves_in_order() -> None:
 async def test_it_stands_by_and_knows_who_serves() -> None:
     rows = Rows(Slot(0, "b", 4), Member("b", "b:1"))
     member = await joined(rows)
-    async with asyncio.timeout(5):
-        while not member.fleet.slots:  # noqa: ASYNC110 - it is read from the database
-            await asyncio.sleep(0.01)
+    await once(lambda: bool(member.fleet.slots))
     assert member.fleet.served is None
     assert member.fleet.addresses() == {0: "b:1"}
     assert not member.taken.done()
@@ -119,9 +125,7 @@ async def test_a_lost_lease_has_the_databases_failure_as_its_cause() -> None:
     member = FleetMember(rows, lease_s, rows.open_connections, lambda: now_s)  # type: ignore[arg-type] # as above
     await member.join("a:1", "", "")
     rows.is_failing, now_s = True, lease_s / 2
-    async with asyncio.timeout(5):
-        while not member.fleet.late_renewal_count:  # noqa: ASYNC110 - a renewal has failed
-            await asyncio.sleep(0.01)
+    await once(lambda: bool(member.fleet.late_renewal_count))  # a renewal has failed
     now_s = lease_s
     with pytest.raises(LeaseLostError) as lost:
         await asyncio.wait_for(member.ended, 5)
@@ -136,9 +140,7 @@ async def test_a_clock_that_differs_from_the_databases_is_logged() -> None:
     rows.database_ahead_s = -8.0
     with structlog.testing.capture_logs() as entries:
         member = await joined(rows)
-        async with asyncio.timeout(5):
-            while member.fleet.database_skew_s is None:  # noqa: ASYNC110 - it is read from the database
-                await asyncio.sleep(0.01)
+        await once(lambda: member.fleet.database_skew_s is not None)
         await member.leave()
     assert member.fleet.database_skew_s == 8.0
     (entry,) = [entry for entry in entries if entry["event"].startswith("the database's clock")]

@@ -5,8 +5,9 @@ Over real gRPC, for each part that may fail.
 
 import asyncio
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +48,23 @@ class BrokenError(Exception):
     """A bug in the coordinator that affects one job."""
 
 
-def break_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_telemetry = JobMachine._take_telemetry
+def break_at(owner: Any, name: str, job_id_of: Callable[..., str]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Return what lets a function fail half-way for the job."""
+    function = getattr(owner, name)
 
-    def failing(self: JobMachine, event: TelemetryArrived, now_s: float) -> bool:
-        has_effect = take_telemetry(self, event, now_s)
-        if self.spec.job_id == "job":
+    @wraps(function)
+    def failing(*arguments: Any, **options: Any) -> Any:
+        answer = function(*arguments, **options)
+        if job_id_of(*arguments) == "job":
             raise BrokenError("half-way")
-        return has_effect
+        return answer
 
-    monkeypatch.setattr(JobMachine, "_take_telemetry", failing)
+    return lambda monkeypatch: monkeypatch.setattr(owner, name, failing)
+
+
+break_machine = break_at(JobMachine, "_take_telemetry", lambda machine, *_: machine.spec.job_id)
+break_view = break_at(views, "job", lambda run: run.spec.job_id)
+break_action = break_at(OutboxPort, "accept_rank", lambda port, job_id, *_: job_id)
 
 
 def break_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,17 +79,6 @@ def break_record(monkeypatch: pytest.MonkeyPatch) -> None:
             yield [*answer, Store(replace(self.record, lag_s=math.nan))] if is_broken else answer
 
     monkeypatch.setattr(JobMachine, "handle_telemetry", failing)
-
-
-def break_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = views.job
-
-    def failing(run: Run, *, is_full: bool) -> job_pb2.Job:
-        if run.spec.job_id == "job":
-            raise BrokenError("not to be shown")
-        return job(run, is_full=is_full)
-
-    monkeypatch.setattr(views, "job", failing)
 
 
 async def test_a_job_that_cannot_be_serialised_hides_no_other(
@@ -99,17 +96,6 @@ async def test_a_job_that_cannot_be_serialised_hides_no_other(
     listed = (await client.ask("ListJobs")).jobs
     assert [each.job_id for each in listed] == ["job", "other"]
     assert FaultyPart.VIEW.value in listed[0].state_reason
-
-
-def break_action(monkeypatch: pytest.MonkeyPatch) -> None:
-    accept_rank = OutboxPort.accept_rank
-
-    def failing(self: OutboxPort, job_id: str, *others: Any) -> None:
-        if job_id == "job":
-            raise BrokenError("nothing to send")
-        accept_rank(self, job_id, *others)
-
-    monkeypatch.setattr(OutboxPort, "accept_rank", failing)
 
 
 def break_solver(monkeypatch: pytest.MonkeyPatch) -> None:

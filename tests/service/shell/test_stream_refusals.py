@@ -121,18 +121,6 @@ async def test_invalid_telemetry_is_refused_by_itself(client: Client) -> None:
     assert again.welcome.acknowledged_sequence == agent.sequence
 
 
-async def test_a_batch_without_a_sequence_is_refused_and_nothing_is_acknowledged(client: Client) -> None:
-    agent = await joined(client)
-    await agent.iterate()
-    batch = agent.telemetry(agent.ranks[ALL_PLACES[0]])
-    batch.sequence = 0
-    await agent.send(telemetry=batch)
-    await agent.until(lambda: bool(agent.telemetry_refused))
-    assert agent.telemetry_refused[0].field == "sequence"
-    await agent.iterate()
-    assert agent.acknowledged == agent.sequence
-
-
 async def test_telemetry_of_a_rank_that_the_agent_does_not_serve_is_refused(client: Client) -> None:
     agent = await joined(client, places=ALL_PLACES[:2])
     other = FakeAgent(client, "other", FIRST)

@@ -106,10 +106,6 @@ def test_known_events_are_left_out() -> None:
     assert steps(ahead) == [Deliver(event(8))]
 
 
-def test_a_reader_is_caught_up_at_once_without_events() -> None:
-    assert steps(WatchState(0, 0, has_ended=False)) == [DeliverJob(), Deliver(marker(0))]
-
-
 def test_an_ended_job_is_delivered_to_its_last_event() -> None:
     state = WatchState(0, 2, has_ended=True)
     assert steps(state) == [DeliverJob(), Fetch(0, PAGE_SIZE)]

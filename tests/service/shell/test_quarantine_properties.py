@@ -3,12 +3,12 @@
 import asyncio
 import pickle
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -18,9 +18,7 @@ from structlog.testing import capture_logs
 from perseus.service.domain.commands import SlowPlan
 from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.inputs import OfferAnswered, PlanInForce, TelemetryArrived
-from perseus.service.domain.measured import Saving
-from perseus.service.domain.model import MaxClock, Offer
-from perseus.service.domain.specification import Coordinates, JobSpec, Registration
+from perseus.service.domain.specification import JobSpec, Registration
 from perseus.service.job import views
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
@@ -28,9 +26,10 @@ from perseus.service.job.run import Run
 from perseus.service.shell import writer
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.jobs import LATEST
+from perseus.service.shell.ports import AgentPort
 from perseus.service.solving.work import solve_explaining
 from perseus.service.solving.worker_pool import JOBS, WorkerPool
-from perseus.solver import Computation, Frontier, Pipeline
+from perseus.solver import Frontier, Pipeline
 from perseus.v1 import job_pb2
 from tests.service.grpc_fakes import coordinator_without_api
 from tests.service.service_fakes import FakeRank, make_spec
@@ -86,41 +85,21 @@ class Port:
 
     def __init__(self, dice: Dice) -> None:
         self.reported: list[object] = []
-        self.offers: list[tuple[Coordinates, Offer]] = []
+        self.offers: list[tuple[Any, ...]] = []
         self._dice = dice
 
-    def accept_rank(
-        self, job_id: str, rank: Coordinates, order: Sequence[Computation], max_clock: MaxClock | None
-    ) -> None:
-        self._dice.throw(job_id)
-        self.reported.append(("accepted", rank, len(order)))
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Return what records a message, by the name of the port's method; it may fail about a job."""
 
-    def limit_rank(self, job_id: str, rank: Coordinates, max_clock: MaxClock | None) -> None:
-        self._dice.throw(job_id)
-        self.reported.append(("limited", rank, max_clock))
+        def record(*arguments: Any) -> None:
+            if name in ("accept_rank", "limit_rank", "refuse_rank", "offer"):
+                self._dice.throw(arguments[0])
+            if name == "offer":
+                self.offers.append(arguments[1:])
+            figures = arguments[:1] if name == "heartbeat" else arguments
+            self.reported.append((name, *(type(a) if isinstance(a, Exception) else a for a in figures)))
 
-    def refuse_rank(
-        self, job_id: str, rank: Coordinates, error: CoordinatorError, max_clock: MaxClock | None
-    ) -> None:
-        self._dice.throw(job_id)
-        self.reported.append(("refused", rank, type(error)))
-
-    def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:
-        self._dice.throw(job_id)
-        self.reported.append(("offer", rank, offer))
-        self.offers.append((rank, offer))
-
-    def heartbeat(self, power_interval_s: float, savings: Mapping[str, Saving]) -> None:
-        self.reported.append(("heartbeat", power_interval_s))
-
-    def acknowledge(self, sequence: int) -> None:
-        self.reported.append(("acknowledged", sequence))
-
-    def drain(self) -> None:
-        self.reported.append("drain")
-
-    def end(self, error: CoordinatorError) -> None:
-        self.reported.append(("end", type(error)))
+        return record
 
 
 class World:
@@ -139,7 +118,7 @@ class World:
 
     async def begin(self) -> None:
         await self.coordinator.jobs.register(self.spec, Registration(self.spec.job_id))
-        await self.agents.greet(self.spec.job_id, self.port)
+        await self.agents.greet(self.spec.job_id, cast(AgentPort, self.port))
         self.join()
 
     def join(self) -> None:

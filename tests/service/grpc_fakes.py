@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from perseus.v1.job_service_pb2_grpc import JobServiceAsyncStub
 
 ITERATION_TIME_S = 0.8
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 METHODS = {
     method.name: method
     for module in (

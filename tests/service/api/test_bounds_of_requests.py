@@ -116,7 +116,7 @@ def output(agent: FakeAgent) -> list[ConnectRequest]:
     rows = telemetry.iterations
     for column in (rows.gap_time_s, rows.gap_energy_j, rows.gap_slowed_time_s, rows.relative_work):
         column.append(0.5)
-    rows.capped_clock_mhz.append(1000)
+    rows.capped_clock_mhz[:] = [1000]
     announced = agent.joined(rank)
     announced.gpu.workload_power_profiles.append(7)
     telemetry.foreign_clock.clock_mhz = telemetry.foreign_clock.wanted_clock_mhz = 1000
@@ -160,6 +160,7 @@ OF_COORDINATOR = {
 async def test_every_number_of_agents_messages_has_bounds(client: Client) -> None:
     agent = await joined(client)
     bases = output(agent)
+    bases[0].rank_joined.gpu.uuid = "another"  # or another place would be refused for its GPU
     paths = set(declared(ConnectRequest.DESCRIPTOR)) - OF_STREAM - OF_COORDINATOR
     found = {path for base in bases for path in paths if any(holders(base, path))}
     assert found == paths, "set what is missing"

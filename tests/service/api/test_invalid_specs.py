@@ -1,4 +1,4 @@
-"""Invalid specifications and stragglers: each is refused with a stable reason and the values."""
+"""Invalid specifications: each is refused with a stable reason and the values."""
 
 import math
 from collections.abc import Sequence
@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from perseus.service.api.statuses import error_info
-from perseus.service.api.translate_jobs import spec_from_proto, straggler_from_proto
+from perseus.service.api.translate_jobs import spec_from_proto
 from perseus.service.domain.errors import CoordinatorError
 from perseus.solver import SolverError
 from perseus.v1 import computation_pb2, job_pb2
-from perseus.v1.job_service_pb2 import ReportStragglerRequest
 from tests.service.grpc_fakes import spec_message
 
 FORWARD, BACKWARD = computation_pb2.COMPUTATION_KIND_FORWARD, computation_pb2.COMPUTATION_KIND_BACKWARD
@@ -110,22 +109,3 @@ def test_inconsistent_orders_are_refused() -> None:
 def test_a_path_of_too_many_steps_is_refused() -> None:
     spec = explicit(FINE, FINE, paths=[[(0, 0), (1, 0)] * 300_000])
     check(spec, "INVALID_FIELD", {"field": "schedule.explicit.paths", "found": "600000"})
-
-
-@pytest.mark.parametrize(
-    ("slowness", "field"),
-    [
-        ({}, "slowness"),
-        ({"slowdown_factor": 0.5}, "slowdown_factor"),
-        ({"slowdown_factor": math.nan}, "slowdown_factor"),
-        ({"slowdown_factor": 1e308}, "slowdown_factor"),
-        ({"iteration_time_s": -1.0}, "iteration_time_s"),
-        ({"iteration_time_s": math.inf}, "iteration_time_s"),
-        ({"iteration_time_s": 1e308}, "iteration_time_s"),
-        ({"iteration_time_s": 5e-324}, "iteration_time_s"),
-    ],
-)
-def test_an_impossible_straggler_is_refused(slowness: dict[str, Any], field: str) -> None:
-    with pytest.raises(CoordinatorError) as refused:
-        straggler_from_proto(ReportStragglerRequest(job_id="job", **slowness))
-    assert refused.value.metadata["field"] == field

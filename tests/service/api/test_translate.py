@@ -96,7 +96,8 @@ PATHS = (((0, 0), (1, 0)), ((1, 1), (0, 1)))
 def test_a_specification_survives_translation(spec: JobSpec) -> None:
     message = job_pb2.JobSpec.FromString(spec_to_proto(spec).SerializeToString())
     assert spec_from_proto(message) == spec
-    assert len(list(spec.check().computations)) <= spec.computation_count
+    if isinstance(spec.schedule, NamedSchedule):
+        assert len(list(spec.check().computations)) <= spec.computation_count
 
 
 @pytest.mark.parametrize("name", ScheduleName)

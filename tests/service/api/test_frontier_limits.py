@@ -33,8 +33,8 @@ async def test_a_solve_ends_with_its_deadline_and_delays_no_other(client: Client
 
 async def test_a_solve_has_a_time_limit(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path, request_limit_s=0.1)) as client:
-        found = await refusal(solve(client, LARGE))
-        assert found == (grpc.StatusCode.DEADLINE_EXCEEDED, "SOLVER_TIMEOUT", {"limit_s": "0.1"})
+        refused = await refusal(solve(client, LARGE))
+        assert refused == (grpc.StatusCode.DEADLINE_EXCEEDED, "SOLVER_TIMEOUT", {"limit_s": "0.1"})
 
 
 async def test_a_solve_has_a_size_limit(client: Client) -> None:

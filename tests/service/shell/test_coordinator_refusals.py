@@ -40,17 +40,17 @@ async def test_an_unknown_job_is_not_found_by_any_method(client: Client) -> None
         ("WatchJob", {}),
     ]
     for method, fields in calls:
-        found = await refusal(client.ask(method, job_id="no", **fields))
-        assert found == (NOT_FOUND, "JOB_NOT_FOUND", {"job_id": "no"}), method
+        refused = await refusal(client.ask(method, job_id="no", **fields))
+        assert refused == (NOT_FOUND, "JOB_NOT_FOUND", {"job_id": "no"}), method
 
 
 async def test_an_unknown_run_is_not_found_by_any_method(client: Client) -> None:
     await client.register()
     for method in ("GetJob", "GetReport", "ListJobEvents", "WatchJob"):
         for number in (2, -1):
-            found = await refusal(client.ask(method, job_id="job", run_number=number))
+            refused = await refusal(client.ask(method, job_id="job", run_number=number))
             values = {"job_id": "job", "run_number": str(number)}
-            assert found == (NOT_FOUND, "RUN_NOT_FOUND", values), method
+            assert refused == (NOT_FOUND, "RUN_NOT_FOUND", values), method
 
 
 async def test_invalid_fields_are_named(client: Client) -> None:
@@ -165,5 +165,5 @@ async def test_unsolvable_problems_are_refused(client: Client) -> None:
     ]
     for changes, point_count, reason in cases:
         problem = frontier_pb2.PipelineProblem(**{**parts, **changes})
-        found = await refusal(client.ask("Solve", problem=problem, point_count=point_count))
-        assert found[:2] == (INVALID, reason), changes
+        refused = await refusal(client.ask("Solve", problem=problem, point_count=point_count))
+        assert refused[:2] == (INVALID, reason), changes

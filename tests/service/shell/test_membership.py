@@ -9,6 +9,7 @@ import structlog
 from perseus.service.domain.errors import DatabaseUnavailableError, LeaseLostError, StoreFailedError
 from perseus.service.domain.members import Member, Slot
 from perseus.service.shell.membership import FleetMember
+from tests.service.grpc_fakes import TIMEOUT_S
 
 LEASE_S = 30.0
 
@@ -72,7 +73,7 @@ class Connection:
 
 async def once(condition: Callable[[], bool]) -> None:
     """Wait for something that is read from the database."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(TIMEOUT_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -86,7 +87,7 @@ async def joined(rows: Rows, lease_s: float = LEASE_S) -> FleetMember:
 async def test_it_takes_a_free_slot_and_leaves_in_order() -> None:
     rows = Rows(Slot(0, "", 4))
     member = await joined(rows)
-    assert await asyncio.wait_for(member.taken, 5) == Slot(0, "a", 5)
+    assert await asyncio.wait_for(member.taken, TIMEOUT_S) == Slot(0, "a", 5)
     assert (member.fleet.served, member.fleet.addresses()) == (0, {0: "a:1"})
     await member.leave()
     assert member.ended.result() is None
@@ -110,11 +111,11 @@ async def test_it_stands_by_and_knows_who_serves() -> None:
 async def test_it_ends_when_the_lease_is_not_renewed_or_another_has_the_slot(is_failing: bool) -> None:
     rows = Rows(Slot(0, "", 4))
     member = await joined(rows, lease_s=1.5)
-    await asyncio.wait_for(member.taken, 5)
+    await asyncio.wait_for(member.taken, TIMEOUT_S)
     rows.is_failing = is_failing
     rows.slot = Slot(0, "b", 6)
     with pytest.raises(LeaseLostError, match="was not renewed" if is_failing else "been taken since"):
-        await asyncio.wait_for(member.ended, 5)
+        await asyncio.wait_for(member.ended, TIMEOUT_S)
     await member.leave()
     assert "depart" not in rows.calls
     assert rows.calls[-3:] == ["abort", "close", "disconnect"], "whoever waits for the store waits in vain"
@@ -128,7 +129,7 @@ async def test_a_lost_lease_has_the_databases_failure_as_its_cause() -> None:
     await once(lambda: bool(member.fleet.late_renewal_count))  # a renewal has failed
     now_s = lease_s
     with pytest.raises(LeaseLostError) as lost:
-        await asyncio.wait_for(member.ended, 5)
+        await asyncio.wait_for(member.ended, TIMEOUT_S)
     await member.leave()
     assert str(lost.value) == (
         "this coordinator's lease is lost: it was not renewed for 0.2 s: the database db failed: it is away"
@@ -155,7 +156,7 @@ async def test_it_takes_no_slot_while_it_can_not_connect() -> None:
     assert not {"take 0", "depart"} & set(rows.calls)
     assert not member.ended.done()
     rows.has_connections = True
-    assert await asyncio.wait_for(member.taken, 5) == Slot(0, "a", 5)
+    assert await asyncio.wait_for(member.taken, TIMEOUT_S) == Slot(0, "a", 5)
     assert member.fleet.late_renewal_count == 0
     await member.leave()
 
@@ -178,5 +179,5 @@ async def test_it_ends_if_its_work_fails_as_nobody_foresaw(monkeypatch: pytest.M
     monkeypatch.setattr(rows, "renew", renew)
     member = await joined(rows)
     with pytest.raises(RuntimeError, match="a bug"):
-        await asyncio.wait_for(asyncio.shield(member.ended), 5)
+        await asyncio.wait_for(asyncio.shield(member.ended), TIMEOUT_S)
     await member.leave()

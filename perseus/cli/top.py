@@ -72,12 +72,13 @@ def top(
             print_whole(screen(snapshot, _ROWS_UNSEEN))
             return
         with Live(console=screen_console, screen=True, auto_refresh=False) as live:
-            _show_until_interrupted(live, lambda: _fetch(coordinators, wanted, job), interval_s, snapshot)
+            show_until_interrupted(live, lambda: _fetch(coordinators, wanted, job), interval_s, snapshot)
 
 
-def _show_until_interrupted(
+def show_until_interrupted(
     live: "Live", fetch: Callable[[], "Snapshot"], interval_s: float, snapshot: "Snapshot"
 ) -> None:
+    """Keep the screen up to date; through failures it has the last answer, and their reason."""
     import grpc
 
     trouble, received_s = "", time.monotonic()

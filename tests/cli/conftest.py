@@ -10,6 +10,7 @@ import pytest
 
 from perseus.demo.cluster import Cluster
 from perseus.demo.workload import DEMO
+from tests.cli.prepared import PreparedCoordinator, serving
 
 PROFILE = """stage,instruction,frequency,time,energy
 0,forward,1000,0.1,30
@@ -33,6 +34,19 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     with Cluster(DEMO, run_dir, run_dir / "logs") as cluster:
         address = cluster.start_coordinator()
         yield {**cluster.security.of_operator(), "PERSEUS_COORDINATOR": address}
+
+
+@pytest.fixture(scope="session")
+def _served() -> Iterator[PreparedCoordinator]:
+    with serving() as prepared:
+        yield prepared
+
+
+@pytest.fixture
+def prepared(_served: PreparedCoordinator) -> PreparedCoordinator:
+    """A coordinator without answers yet, and without requests."""
+    _served.answers, _served.requests = {}, []
+    return _served
 
 
 @pytest.fixture

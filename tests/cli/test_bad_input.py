@@ -6,51 +6,75 @@ import os
 import re
 import socket
 import sqlite3
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from perseus.cli.main import app
+from perseus.cli.terminal import BAD_INPUT, FAILURE
+from perseus.grid.signing import new_key, write_private
 from perseus.tls.diagnosis import diagnose
+from tests.cli.commands import perseus
 from tests.cli.conftest import PROFILE
 from tests.cli.processes import call
 
 HUGE = "1" + 308 * "0"
+GRAPH = Path(__file__).parents[2] / "examples" / "graph" / "workflow.json"
+HEADER, *MEASURED = PROFILE.splitlines()
+TWO_STAGES = [*MEASURED, *(f"1{row.removeprefix('0')}" for row in MEASURED)]
+
+FILES: dict[str, str | bytes] = {
+    "profile.csv": PROFILE,
+    "two.csv": "\n".join([HEADER, *TWO_STAGES]),
+    "huge.csv": PROFILE.replace("0.1,30", "0.1,1e308"),
+    "late.csv": PROFILE.replace("0.1,30", "1e308,30"),
+    "stage.csv": PROFILE.replace("0,forward,800", f"{HUGE},forward,800"),
+    "nan.csv": f"{PROFILE}0,forward,900,nan,5\n",
+    "negative-time.csv": f"{PROFILE}0,forward,900,-0.1,5\n",
+    "negative-energy.csv": f"{PROFILE}0,forward,900,0.1,-5\n",
+    "sideways.csv": f"{PROFILE}0,sideways,900,0.1,5\n",
+    "twice.csv": f"{PROFILE}{MEASURED[0]}\n",
+    "no-backward.csv": "\n".join([HEADER, *TWO_STAGES[:6]]),
+    "no-highest.csv": "\n".join([HEADER, *TWO_STAGES[:6], TWO_STAGES[7]]),
+    "chunks.csv": "\n".join([f"{HEADER},chunk", *(f"{row},{chunk}" for row in MEASURED for chunk in (0, 1))]),
+    "settings.csv": "\n".join(
+        [
+            f"{HEADER},kernel",
+            *(f"0,forward,1000,0.1,30,k{i}" for i in range(1025)),
+            "0,backward,1000,0.1,30,k",
+        ]
+    ),
+    "units.csv": "\n".join([f"{HEADER},power_limit_w", f"{MEASURED[0]},250", f"{MEASURED[1]},250 W"]),
+    "latin1.csv": (PROFILE + "é").encode("latin-1"),
+    "utf16.csv": PROFILE.encode("utf-16"),
+    "latin1.json": '{"é": 1}'.encode("latin-1"),
+    "deep.json": "[" * 100_000,
+    "open.json": "{",
+    "name.json": '{"pointz": []}',
+    "member.json": r'{"\ud800": []}',
+    "value.json": r'{"problem": "\ud800"}',
+    "empty.json": "{}",
+    "schedule.json": '{"problem": {"stageCount": 1, "schedule": {"named": {"name": 7}}}}',
+    "member-twice.json": '{"problem": {"stageCount": 1, "stageCount": 2}}',
+    "deep.toml": "x = " + "[" * 100_000,
+    "latin1.toml": "# é".encode("latin-1"),
+    "huge.toml": f"profile_budget_iterations = {HUGE}",
+    "long.toml": "lease_s = 1e308",
+    "kept.toml": "keep_event_count = 9007199254740993",
+    "garbage.db": os.urandom(5000),
+}
 
 
-def frontier(path: Path) -> dict[str, object]:
-    """Return the content of a frontier's file."""
-    (path.parent / "p.csv").write_text(PROFILE)
-    done = run("solve", path.parent / "p.csv", "--microbatches", 2, "--points", 3, "--output", path)
-    assert done.exit_code == 0, done.output
-    found: dict[str, object] = json.loads(path.read_text())
-    return found
-
-
-def run(*arguments: object, **environment: str) -> Result:
-    return CliRunner().invoke(app, [str(each) for each in arguments], env=environment)
-
-
-def make_files(folder: Path) -> None:
-    """Make the files at which the commands below fail."""
-    (folder / "profile.csv").write_text(PROFILE)
-    (folder / "huge.csv").write_text(PROFILE.replace("0.1,30", "0.1,1e308"))
-    (folder / "late.csv").write_text(PROFILE.replace("0.1,30", "1e308,30"))
-    (folder / "stage.csv").write_text(PROFILE.replace("0,forward,800", f"{HUGE},forward,800"))
-    (folder / "latin1.csv").write_bytes((PROFILE + "é").encode("latin-1"))
-    (folder / "utf16.csv").write_bytes(PROFILE.encode("utf-16"))
-    (folder / "latin1.json").write_bytes('{"é": 1}'.encode("latin-1"))
-    (folder / "deep.json").write_text("[" * 100_000)
-    (folder / "deep.toml").write_text("x = " + "[" * 100_000)
-    (folder / "latin1.toml").write_bytes("# é".encode("latin-1"))
-    (folder / "huge.toml").write_text(f"profile_budget_iterations = {HUGE}")
-    (folder / "long.toml").write_text("lease_s = 1e308")
-    (folder / "kept.toml").write_text("keep_event_count = 9007199254740993")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files at which the commands below fail."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     (folder / "link").symlink_to("profile.csv")
     (folder / "loop").symlink_to("loop")
-    (folder / "garbage.db").write_bytes(os.urandom(5000))
     with contextlib.closing(sqlite3.connect(folder / "photos.db")) as connection:
         connection.execute("CREATE TABLE photos (x)")
         connection.execute("PRAGMA user_version = 8")
@@ -60,203 +84,314 @@ def make_files(folder: Path) -> None:
         connection.executemany("INSERT INTO coordinator VALUES (?)", [["x" * 4000]] * 20)
         connection.commit()
     os.truncate(folder / "cut.db", 9000)
-    (folder / "folder").mkdir()
-    (folder / "endless").mkdir()
+    for name in ("folder", "endless", "keys"):
+        (folder / name).mkdir()
     (folder / "endless" / "ca.pem").symlink_to("/dev/zero")
+    write_private(folder / "gateway.jwk", new_key("gateway-1")[0])
+    flags = ("--microbatches", 2, "--points", 3, "--output", folder / "frontier.json")
+    assert perseus("solve", folder / "profile.csv", *flags).exit_code == 0
+    return folder
 
 
-SOLVE = ["solve", "profile.csv", "--microbatches", "4"]
-OWN_TOKEN = ["--operator-token-file", "operator.token"]
-COORDINATOR = ["coordinator", "--listen", "127.0.0.1:0", *OWN_TOKEN, "--database"]
-AGENT = ["agent", "--observe", "--gpu-backend", "emulated", "--emulated-gpus", "folder", "--socket"]
+SHORT = {
+    "solve4": "solve profile.csv --microbatches 4",
+    "coordinator": "coordinator --listen 127.0.0.1:0 --operator-token-file operator.token --database",
+    "agent": "agent --observe --gpu-backend emulated --emulated-gpus folder --socket",
+    "gateway": "grid dsx-flex --identifier a --keys keys --signing-key gateway.jwk --state ../state.db",
+    "plain": "--coordinator localhost:1 --insecure",
+    "long": "a" * 108,
+    "huge": HUGE,
+    "graph": str(GRAPH),
+}
+EXPOSED = "or insecure, for an address that other machines can reach, found"
 
-MISTAKES: dict[str, tuple[list[str], int, str]] = {
+MISTAKES = {
     # Addresses.
-    "listen: port too high": (
-        ["coordinator", "--listen", "127.0.0.1:70000"], 2,
-        "--listen: expected HOST:PORT with a port from 0 to 65535, or unix:PATH, found '127.0.0.1:70000'",
+    "coordinator --listen 127.0.0.1:70000": "a port from 0 to 65535, or unix:PATH, found '127.0.0.1:70000'",
+    "coordinator --listen 127.0.0.1:-1": "a port from 0 to 65535",
+    "coordinator --listen 127.0.0.1": "--listen: expected HOST:PORT",
+    "coordinator --listen ''": "--listen: expected HOST:PORT",
+    "coordinator --listen ::1:50051": "expected [HOST]:PORT",
+    "coordinator --listen unix:{long}": "a path of 1 to 107 bytes",
+    "agent --coordinator host:0 --insecure": "--coordinator: expected a port from 1",
+    "jobs list --coordinator [/x]:1": "--coordinator: expected a host name",
+    "jobs list --coordinator x]:1": "--coordinator: expected a host name",
+    "health --coordinator ..:1 --insecure": "--coordinator: expected a host name",
+    "jobs list --coordinator 127.0.0.1:99999": "a port from 1 to 65535",
+    # TLS.
+    "coordinator --listen 0.0.0.0:0": f"--listen: expected tls_certificate and tls_key, {EXPOSED} '0",
+    "coordinator --tls-certificate a.pem": "COORDINATOR_TLS_KEY: expected a path",
+    "coordinator --tls-key a.key": "--tls-key: expected tls_certificate beside it",
+    "coordinator --tls-client-ca ca.pem": "--tls-client-ca: expected tls_certificate beside it",
+    "coordinator --tls-certificate a --tls-key b --insecure": "--insecure: expected no tls_certificate",
+    "agent --coordinator host.example:1": f"--coordinator: expected tls_ca, {EXPOSED} 'host.example:1'",
+    "agent --tls-certificate a": "--tls-certificate: expected tls_ca beside it",
+    "agent --tls-ca a --insecure": "--insecure: expected no tls_ca beside it",
+    "jobs list --coordinator host.example:1": f"--coordinator: expected tls_ca, {EXPOSED} host.example:1",
+    "jobs list --tls-key a": "--tls-key: expected tls_certificate beside it, found a",
+    "jobs list --tls-certificate a --tls-key b": "--tls-certificate: expected tls_ca",
+    "jobs list --tls-ca a --insecure": "--insecure: expected no tls_ca beside it",
+    "jobs list --tls-ca /nowhere/ca.pem": "/nowhere/ca.pem: can't be read: No such file",
+    "health --tls-ca /nowhere/ca.pem": "/nowhere/ca.pem: can't be read: No such file",
+    "jobs list --token-file none": "none: can't be read: No such file",
+    # Settings.
+    "coordinator --lease-s 30s": "Invalid value for '--lease-s' … found '30s'",
+    "coordinator --lease-s -1": "--lease-s",
+    "coordinator --log-format xml": "--log-format",
+    "coordinator --config long.toml": "long.toml: lease_s: ",
+    "coordinator --config huge.toml": "huge.toml: profile_budget_iterations: ",
+    "coordinator --config kept.toml": "kept.toml: keep_event_count: ",
+    "coordinator --slots 2 --database a.db": "slots: expected 1, as SQLite serves one coordinator",
+    "store import jobs.jsonl --slots 2 --database a.db": "slots: expected 1, as SQLite serves one",
+    "agent --gpu-backend abacus": "--gpu-backend",
+    "agent --gpu-backend emulated": "EMULATED_GPUS",
+    "agent --config /nowhere/agent.toml": "agent.toml",
+    "agent --log-level '\x1b]0;x\x07'": "--log-level: ",
+    "doctor --config agent.toml": "--config: expected --node beside it",
+    "doctor --node --config missing.toml": "missing.toml",
+    "health --alive": "--alive: expected --agent, found none",
+    "grid dsx-flex": "PERSEUS_GRID_IDENTIFIER: expected a value, found none",
+    "{gateway} --identifier a/b": "--identifier: String should match pattern",
+    "{gateway} --broker far:8883": "--broker: expected broker_tls_ca, or insecure",
+    "{gateway} --broker unix:/run/broker": "--broker: expected HOST:PORT",
+    "{gateway} --coordinator far:1": "--coordinator: expected tls_ca, or insecure",
+    "{gateway} --broker-tls-key k": "--broker-tls-key: expected broker_tls_certificate beside it",
+    "{gateway} --heartbeat-s 0": "--heartbeat-s: Input should be greater than or equal to 1",
+    # Numbers, times and names.
+    "solve huge.csv --microbatches 4": (
+        "huge.csv, row 2, column energy: expected from 1e-12 to 1e+15 joules, found '1e308'"
     ),
-    "listen: port below 0": (["coordinator", "--listen", "127.0.0.1:-1"], 2, "a port from 0 to 65535"),
-    "listen: no port": (["coordinator", "--listen", "127.0.0.1"], 2, "--listen: expected HOST:PORT"),
-    "listen: nothing": (["coordinator", "--listen", ""], 2, "--listen: expected HOST:PORT"),
-    "listen: no brackets": (["coordinator", "--listen", "::1:50051"], 2, "expected [HOST]:PORT"),
-    "listen: long path": (["coordinator", "--listen", f"unix:{'a' * 108}"], 2, "a path of 1 to 107 bytes"),
-    "agent: port 0": (
-        ["agent", "--coordinator", "host:0", "--insecure"], 2, "--coordinator: expected a port from 1",
+    "solve late.csv --microbatches 4": "late.csv, row 2, column time",
+    "solve stage.csv --microbatches 4": "stage.csv, row 3, column stage",
+    "{solve4} --blocking-power-w 1e308": "blocking_power_w, stage 0: expected",
+    "jobs show job --run 2147483648": "--run",
+    "jobs straggler job 2147483648 --clear": "pipeline",
+    "jobs straggler job 0": "expected one of --factor, --iteration-time-s and --clear",
+    "jobs straggler job 0 --factor 1.2 --clear": "expected one of --factor, --iteration-time-s and --clear",
+    "jobs ranks job --stage {huge}": "--stage",
+    "jobs ranks job --stage -1": "--stage",
+    "jobs ranks job --pipeline first": "Invalid value for '--pipeline' … found 'first'",
+    "jobs ranks job --pipeline -1": "Invalid value for '--pipeline' … found '-1'",
+    "jobs ranks job --state planned": "expected, connected",
+    "jobs rebalancing job --layers 4,0": "--layers: expected at least one layer everywhere, found 0",
+    "jobs list --format xml": "Invalid value for '--format' … found 'xml'",
+    "jobs list --label vision": "--label: expected KEY=VALUE, found 'vision'",
+    "jobs list --state lost": "waiting, baseline",
+    "jobs list --state [/x]": "found '[/x]'",
+    "jobs events job --limit {huge}": "--limit",
+    "jobs events job --limit 0": "--limit",
+    "jobs events job --type nosuch": "plan_refused",
+    "jobs events job --since yesterday": "--since: expected a time such as 2026-01-31T12:00",
+    "jobs events job --since 99999999d": "--since: expected … found '99999999d'",
+    "jobs events job --since 0001-01-01T00:00+14:00": "--since: expected",
+    "jobs policy job": "expected one of --no-slowdown, --max-slowdown-percent",
+    "jobs policy job --no-slowdown --max-average-power-w 900": "expected one of --no-slowdown",
+    "jobs policy job --deadline-s 60": "expected --deadline-s and --iterations together",
+    "jobs policy job --deadline-s 60 --iterations 0": "--iterations",
+    "jobs policy job --carbon": "expected --extra-time-percent and --horizon, or --iterations and --until",
+    "jobs policy job --carbon --cost --extra-time-percent 5 --horizon 1d": "--carbon and --cost",
+    "jobs policy job --carbon --extra-time-percent 5": "expected --extra-time-percent and --horizon",
+    "jobs policy job --carbon --extra-time-percent 5 --horizon soon": "--horizon: expected a duration",
+    "jobs policy job --cost --iterations 5": "or --iterations and --until",
+    "jobs policy job --cost --iterations 5 --until someday": "--until: expected a time",
+    "jobs policy job --no-slowdown --horizon 1d": "with --carbon or --cost only",
+    "jobs policy job --no-slowdown --weight 1": "expected --tolerance-percent and --weight together",
+    "ledger --since yesterday": "--since: expected a time such as 2026-01-31T12:00",
+    "ledger --until soon": "--until: expected a time such as 2026-01-31T12:00",
+    "power set b": "expected one of --limit-w and --percent",
+    "power set b --limit-w 1 --percent 2": "expected one of --limit-w and --percent",
+    "power set b --limit-w 1 --end soon": "--end: expected a time such as",
+    "tokens create x --scope root": "--scope: expected agent, operator, reader, grid, found 'root'",
+    "tokens create x --scope reader --lasting 0d": "--lasting: expected a time such as 90d",
+    "tokens create x --scope agent": "--jobs: expected a job, or a pattern",
+    "[/x]": "[/x]",
+    # Flags of solve, of plan, and of graphs.
+    "{solve4} --rebalance": "--rebalance: expected together with --layers",
+    "{solve4} --layers 4": "--rebalance: expected together with --layers",
+    "{solve4} --rebalance --layers 4,four": "a whole number for each stage",
+    "solve two.csv --microbatches 4 --rebalance --layers 4,4,4": "for each stage, 2 in all, found 3",
+    "solve two.csv --microbatches 4 --rebalance --layers 4,0": "1 to 10000 in stage 1, chunk 0, found 0",
+    "solve profile.csv --microbatches 0": "--microbatches",
+    "{solve4} --gpus-per-stage 0": "--gpus-per-stage",
+    "{solve4} --blocking-power-w -1": "--blocking-power-w",
+    "{solve4} --blocking-power-w nan": "--blocking-power-w",
+    "{solve4} --blocking-power-w 1400=80,700": "--blocking-power-w",
+    "{solve4} --blocking-power-w 1400=80,1400=70": "--blocking-power-w",
+    "{solve4} --blocking-power-w 1400=-1": "--blocking-power-w",
+    "{solve4} --points 1": "--points",
+    "{solve4} --schedule zigzag": "--schedule",
+    "{solve4} --schedule zb-h1": "stage 0, chunk 0, backward-input: expected at least one measured clock",
+    "solve": "PROFILE: expected a profile or --graph, found none",
+    "solve profile.csv": "--microbatches: expected the number of microbatches of an iteration, found none",
+    "solve {graph} --graph {graph}": "PROFILE: expected a profile or --graph, found both",
+    "solve --graph {graph} --microbatches 4": "--microbatches: expected without --graph",
+    "solve --graph {graph} --blocking-power-w 4": "--blocking-power-w: expected without --graph",
+    "solve --graph {graph} --compare": "--compare: expected without --graph",
+    "solve --graph {graph} --processes 2": "--processes: expected without --graph",
+    "solve --graph {graph} --limit-computations 7": "graph.nodes: expected at most 7 of them, found 8",
+    "solve --graph missing.json": "missing.json: can't be read",
+    "plan frontier.json": "expected one of --iteration-time and --no-slowdown",
+    "plan frontier.json --no-slowdown --iteration-time 5": "one of --iteration-time and --no-slowdown",
+    "plan frontier.json --iteration-time 0.01 --output plan.json": "--iteration-time",
+    "plan frontier.json --iteration-time -1 --output plan.json": "--iteration-time",
+    "plan frontier.json --iteration-time nan --output plan.json": "--iteration-time",
+    # Contents of files.
+    "solve nan.csv --microbatches 4": "nan.csv, row 6",
+    "solve negative-time.csv --microbatches 4": "negative-time.csv, row 6, column time",
+    "solve negative-energy.csv --microbatches 4": "negative-energy.csv, row 6, column energy",
+    "solve sideways.csv --microbatches 4": "sideways",
+    "solve twice.csv --microbatches 4": "twice.csv … row 2",
+    "solve no-backward.csv --microbatches 4": "expected stage 1 backward at the stage's highest clock",
+    "solve no-highest.csv --microbatches 4": "stage 1 backward at the stage's highest clock, 1000 MHz",
+    "solve chunks.csv --microbatches 4": "chunk_count: expected 1 on each stage for 1f1b, found 2",
+    "solve settings.csv --microbatches 4": "at most 1024 rows … found 1025 of stage 0 forward",
+    "solve units.csv --microbatches 4": (
+        "units.csv, row 3, column power_limit_w: expected a finite number of watts (the name ends in _w), "
+        "found '250 W'"
     ),
-    "brackets around a name": (
-        ["jobs", "list", "--coordinator", "[/x]:1"], 2, "--coordinator: expected a host name",
-    ),
-    "half a bracket": (["jobs", "list", "--coordinator", "x]:1"], 2, "--coordinator: expected a host name"),
-    "no name": (["health", "--coordinator", "..:1", "--insecure"], 2, "--coordinator: expected a host name"),
-    "port too high": (["jobs", "list", "--coordinator", "127.0.0.1:99999"], 2, "a port from 1 to 65535"),
-    "nobody there": (["jobs", "list", "--coordinator", "127.0.0.1:1"], 1, "no coordinator at 127.0.0.1:1: "),
-    # The agent's socket.
-    "socket: a folder": ([*AGENT, "{folder}/folder"], 1, "{folder}/folder: expected no file, or an agent's"),
-    "socket: a file": ([*AGENT, "{folder}/profile.csv"], 1, "{folder}/profile.csv: expected no file"),
-    "socket: under a file": ([*AGENT, "{folder}/profile.csv/s"], 1, "profile.csv"),
-    "socket: too long": (
-        [*AGENT, f"/tmp/{'a' * 120}"], 1, "expected a socket path of at most 107 bytes, found 125",
-    ),
-    "health: no agent": (["health", "--agent", "{folder}/none"], 1, "no agent at {folder}/none: No such"),
-    "health: a living coordinator": (["health", "--alive"], 2, "--alive: expected --agent, found none"),
-    "health: a file": (["health", "--agent", "profile.csv"], 1, "no agent at profile.csv: Connection"),
-    # Databases.
-    "check: another's": (
-        ["store", "check", "--database", "photos.db"], 1,
-        "the database photos.db: expected an empty database or one of Perseus, found tables photos",
-    ),
-    "export: another's": (
-        ["store", "export", "out.jsonl", "--database", "photos.db"], 1, "found tables photos",
-    ),
-    "coordinator: another's": ([*COORDINATOR, "photos.db"], 1, "found tables photos"),
-    "coordinator: garbage": ([*COORDINATOR, "garbage.db"], 1, "it is not a SQLite database"),
-    "coordinator: cut off": ([*COORDINATOR, "cut.db"], 1, "cut.db: "),
-    "check: garbage": (["store", "check", "--database", "garbage.db"], 1, "it is not a SQLite database"),
-    "check: cut off": (["store", "check", "--database", "cut.db"], 1, "cut.db"),
-    "coordinator: a folder": ([*COORDINATOR, "folder"], 1, "cannot open the database folder"),
-    "export: over its database": (
-        ["store", "export", "photos.db", "--database", "photos.db"], 2, "FILE: expected a file other",
-    ),
-    # Numbers.
-    "energy of 1e308": (
-        ["solve", "huge.csv", "--microbatches", "4"], 2,
-        "huge.csv, row 2, column energy: expected from 1e-12 to 1e+15 joules, found '1e308'",
-    ),
-    "time of 1e308": (["solve", "late.csv", "--microbatches", "4"], 2, "late.csv, row 2, column time"),
-    "stage of 1e308": (["solve", "stage.csv", "--microbatches", "4"], 2, "stage.csv, row 3, column stage"),
-    "power of 1e308": ([*SOLVE, "--blocking-power-w", "1e308"], 2, "blocking_power_w, stage 0: expected"),
-    "lease of 1e308": (["coordinator", "--config", "long.toml"], 2, "long.toml: lease_s: "),
-    "budget of 1e308": (
-        ["coordinator", "--config", "huge.toml"], 2, "huge.toml: profile_budget_iterations: ",
-    ),
-    "more than is counted": (["coordinator", "--config", "kept.toml"], 2, "kept.toml: keep_event_count: "),
-    "run too high": (["jobs", "show", "job", "--run", "2147483648"], 2, "--run"),
-    "pipeline too high": (["jobs", "straggler", "job", "2147483648", "--clear"], 2, "pipeline"),
-    "stage too high": (["jobs", "ranks", "job", "--stage", HUGE], 2, "--stage"),
-    "more events than are counted": (["jobs", "events", "job", "--limit", HUGE], 2, "--limit"),
-    "longer ago than time": (["jobs", "events", "job", "--since", "99999999d"], 2, "--since: expected"),
-    "before time": (["jobs", "events", "job", "--since", "0001-01-01T00:00+14:00"], 2, "--since: expected"),
+    "plan open.json --no-slowdown": "open.json: expected a frontier as JSON",
+    "plan name.json --no-slowdown": "name.json … pointz",
+    "plan member.json --no-slowdown": "member.json … surrogates not allowed",
+    "plan value.json --no-slowdown": "value.json … surrogates not allowed",
+    "plan empty.json --no-slowdown": "empty.json … stage_count",
+    "plan schedule.json --no-slowdown": "schedule.json … schedule",
+    "plan member-twice.json --no-slowdown": "as JSON, found: member 'stageCount' twice in one object",
     # Encodings.
-    "profile in Latin-1": (["solve", "latin1.csv", "--microbatches", "4"], 2, "latin1.csv: expected UTF-8"),
-    "profile in UTF-16": (["solve", "utf16.csv", "--microbatches", "4"], 2, "utf16.csv: expected UTF-8 text"),
-    "frontier in Latin-1": (["plan", "latin1.json", "--iteration-time", "1"], 2, "latin1.json: expected a"),
-    "frontier too deep": (["plan", "deep.json", "--iteration-time", "1"], 2, "deep.json: expected a"),
-    "settings in Latin-1": (["agent", "--config", "latin1.toml"], 2, "latin1.toml: expected TOML in UTF-8"),
-    "job in no encoding": (["jobs", "show", "\udcff"], 2, "JOB_ID: expected UTF-8, found \\udcff"),
-    "state in no encoding": (["jobs", "list", "--state", "\udcff"], 2, "expected UTF-8"),
+    "solve latin1.csv --microbatches 4": "latin1.csv: expected UTF-8",
+    "solve utf16.csv --microbatches 4": "utf16.csv: expected UTF-8 text",
+    "plan latin1.json --iteration-time 1": "latin1.json: expected a",
+    "plan deep.json --iteration-time 1": "deep.json: expected a",
+    "agent --config latin1.toml": "latin1.toml: expected TOML in UTF-8",
+    "agent --config deep.toml": "deep.toml: expected TOML in UTF-8",
+    "jobs show \udcff": "JOB_ID: expected UTF-8, found \\udcff",
+    "jobs list --state \udcff": "expected UTF-8",
     # Inputs without an end.
-    "endless profile": (
-        ["solve", "/dev/zero", "--microbatches", "4"], 2, "/dev/zero: expected a readable file, found: exp",
-    ),
-    "endless graph": (["solve", "--graph", "/dev/zero"], 2, "/dev/zero: can't be read: expected at most"),
-    "endless frontier": (["plan", "/dev/zero", "--no-slowdown"], 2, "/dev/zero: can't be read: expected at"),
-    "endless scenario": (["simulate", "/dev/zero"], 2, "/dev/zero: can't be read: expected at most"),
-    "endless settings": (["agent", "--config", "/dev/zero"], 2, "/dev/zero: can't be read: expected at most"),
-    "endless certificate": (
-        ["health", "--coordinator", "localhost:1", "--tls-ca", "/dev/zero"], 2, "/dev/zero: can't be read: e",
-    ),
-    "endless authority": (["certificates", "client", "me", "--folder", "endless"], 2, "expected at most 1"),
-    "endless token": (
-        ["health", "--coordinator", "localhost:1", "--insecure", "--token-file", "/dev/zero"], 2,
-        "/dev/zero: can't be read: expected a regular file",
-    ),
-    "settings too deep": (["agent", "--config", "deep.toml"], 2, "deep.toml: expected TOML in UTF-8"),
+    "solve /dev/zero --microbatches 4": "/dev/zero: expected a readable file, found: exp",
+    "solve --graph /dev/zero": "/dev/zero: can't be read: expected at most",
+    "plan /dev/zero --no-slowdown": "/dev/zero: can't be read: expected at",
+    "simulate /dev/zero": "/dev/zero: can't be read: expected at most",
+    "agent --config /dev/zero": "/dev/zero: can't be read: expected at most",
+    "health --coordinator localhost:1 --tls-ca /dev/zero": "/dev/zero: can't be read: e",
+    "certificates client me --folder endless": "expected at most 1",
+    "health {plain} --token-file /dev/zero": "/dev/zero: can't be read: expected a regular file",
     # Outputs.
-    "output over the input": ([*SOLVE, "--output", "profile.csv"], 2, "--output: expected a file other than"),
-    "output over it by a link": ([*SOLVE, "--output", "link"], 2, "--output: expected a file other than"),
-    "plot over the input": ([*SOLVE, "--plot", "./folder/../profile.csv"], 2, "expected a file other"),
-    "output in a circle": ([*SOLVE, "--output", "loop"], 2, "loop: Too many levels of symbolic links"),
-    "output to a folder": ([*SOLVE, "--output", "folder"], 2, "found the folder folder"),
-    "output to nowhere": ([*SOLVE, "--output", "none/f.json"], 2, "expected a path in an existing folder"),
-    "output under a file": ([*SOLVE, "--output", "profile.csv/f"], 2, "a path in an existing folder"),
-    "output and plot in one": (
-        [*SOLVE, "--output", "f.png", "--plot", "f.png"], 2, "--plot: expected a file other than that of --",
-    ),
-    "plot of no format": ([*SOLVE, "--plot", "f.docx"], 2, "--plot: expected a suffix of "),
-    "token to a file that is there": (
-        ["tokens", "create", "t", "--scope", "reader", "--output", "profile.csv"], 2, "a path for a new file",
-    ),
+    "{solve4} --output profile.csv": "--output: expected a file other than",
+    "{solve4} --output link": "--output: expected a file other than",
+    "{solve4} --plot ./folder/../profile.csv": "expected a file other",
+    "{solve4} --output loop": "loop: Too many levels of symbolic links",
+    "{solve4} --output folder": "found the folder folder",
+    "{solve4} --output none/f.json": "--output … expected a path in an existing folder",
+    "{solve4} --plot none/f.png": "--plot … expected a path in an existing folder",
+    "{solve4} --output profile.csv/f": "a path in an existing folder",
+    "{solve4} --output f.png --plot f.png": "--plot: expected a file other than that of --",
+    "{solve4} --plot f.docx": "--plot: expected a suffix of ",
+    "tokens create t --scope reader --output profile.csv": "a path for a new file",
+    "store export photos.db --database photos.db": "FILE: expected a file other",
+    "store export none/out.jsonl --database none.db": "expected a path in an existing folder",
     # Limits.
-    "too many computations": (
-        ["solve", "profile.csv", "--microbatches", "4097"], 2,
-        "--microbatches: expected at most 8192 computations (--limit-computations), found 8194",
-    ),
-    "too many points for them": (
-        ["solve", "profile.csv", "--microbatches", "4000", "--points", "10000"], 2, "--points: expected",
-    ),
-    "too many for the limit given": (
-        [*SOLVE, "--limit-computations", "7"], 2, "--microbatches: expected at most 7 computations",
-    ),
-    # Markup is plain text.
-    "state in brackets": (["jobs", "list", "--state", "[/x]"], 2, "found '[/x]'"),
-    "command in brackets": (["[/x]"], 2, "[/x]"),
-    "a title in a setting": (["agent", "--log-level", "\x1b]0;x\x07"], 2, "--log-level: "),
-}  # fmt: skip
+    "solve profile.csv --microbatches 4097": "at most 8192 computations (--limit-computations), found 8194",
+    "solve profile.csv --microbatches 4000 --points 10000": "--points: expected",
+    "{solve4} --limit-computations 7": "--microbatches: expected at most 7 computations",
+    "plan frontier.json --iteration-time 5 --limit-computations 3": "at most 3 computations, found 4",
+}
+FAILURES = {
+    "jobs list --coordinator 127.0.0.1:1": "no coordinator at 127.0.0.1:1: ",
+    "{agent} {folder}/folder": "{folder}/folder: expected no file, or an agent's",
+    "{agent} {folder}/profile.csv": "{folder}/profile.csv: expected no file",
+    "{agent} {folder}/profile.csv/s": "profile.csv",
+    "{agent} /tmp/{long}": "expected a socket path of at most 107 bytes, found 113",
+    "health --agent {folder}/none": "no agent at {folder}/none: No such",
+    "health --agent profile.csv": "no agent at profile.csv: Connection",
+    "serving list --socket none.sock": "no agent at none.sock",
+    "{gateway} --signing-key none": "none: can't be read: No such file",
+    "{gateway} --broker-token-file none": "none: can't be read: No such file",
+    "{gateway} --broker-tls-ca none": "none: can't be read: No such file",
+    "store check --database photos.db": "expected an empty database or one of Perseus, found tables photos",
+    "store export out.jsonl --database photos.db": "found tables photos",
+    "store check --database garbage.db": "it is not a SQLite database",
+    "store check --database cut.db": "cut.db",
+    "store check --database none.db": "there is no such file",
+    "store export out.jsonl --database none.db": "there is no such file",
+    "store import none.jsonl --database none.db": "No such file",
+    "{coordinator} photos.db": "found tables photos",
+    "{coordinator} garbage.db": "it is not a SQLite database",
+    "{coordinator} cut.db": "cut.db: ",
+    "{coordinator} folder": "cannot open the database folder",
+}
+"""The line for each mistake, in parts that "…" separates."""
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_and_an_exit_code(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments, exit_code, message = MISTAKES[name]
-    make_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    before = sorted(tmp_path.iterdir())
-    content = (tmp_path / "profile.csv").read_bytes()
-    held, lifeline = os.pipe()  # no agent becomes a supervisor, in place of this process
-    result = run(
-        *(each.replace("{folder}", str(tmp_path)) for each in arguments),
-        COLUMNS="200",
-        PERSEUS_LIFELINE=str(lifeline),
-    )
-    os.close(held)
+@pytest.fixture
+def _no_supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No agent becomes a supervisor, in place of this process."""
+    ours, lifeline = os.pipe()
+    monkeypatch.setenv("PERSEUS_LIFELINE", str(lifeline))
+    yield
+    os.close(ours)
     os.close(lifeline)
-    assert isinstance(result.exception, SystemExit), result.exception
+
+
+@pytest.mark.usefixtures("_no_supervisor")
+@pytest.mark.parametrize(
+    ("exit_code", "command", "message"),
+    [
+        *((BAD_INPUT, command, message) for command, message in MISTAKES.items()),
+        *((FAILURE, command, message) for command, message in FAILURES.items()),
+    ],
+    ids=[ascii(command) for command in (*MISTAKES, *FAILURES)],
+)
+def test_a_mistake_is_one_line_and_an_exit_code(
+    exit_code: int, command: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    names = {**SHORT, "folder": str(folder)}
+    before = sorted(folder.iterdir())
+    result = perseus(command.format(**names), PERSEUS_GRID_TOKEN="s3cret")
     assert result.exit_code == exit_code, result.output
-    assert message.replace("{folder}", str(tmp_path)) in result.stderr
+    assert all(part in result.stderr for part in message.format(**names).split(" … "))
     if not result.stderr.startswith("Usage"):
-        assert re.search("^error: |^[^ ]+ \\[critical ] ends with an error ", result.stderr, re.MULTILINE)
+        shown = re.findall("^error: |^[^ ]+ \\[critical ] ends with an error ", result.stderr, re.MULTILINE)
+        assert len(shown) == 1
     assert "\x1b" not in result.stderr
     assert "Traceback" not in result.output
-    assert (tmp_path / "profile.csv").read_bytes() == content
-    assert sorted(set(tmp_path.iterdir()) - set(before)) == []
+    assert "s3cret" not in result.output
+    assert (folder / "profile.csv").read_text() == PROFILE
+    assert sorted(folder.iterdir()) == before
+
+
+MEASUREMENT = ("problem", "profiles", 0, "measurements", 0)
 
 
 @pytest.mark.parametrize(
     ("place", "figure", "expected"),
     [
-        (("problem", "profiles", 0, "measurements", 0, "timeS"), 1e308, "time_s: expected at most 1e+06"),
-        (("problem", "profiles", 0, "measurements", 0, "energyJ"), 1e308, "energy_j: expected at most"),
-        (("problem", "profiles", 0, "measurements", 0, "energyJ"), "Infinity", "energy_j: expected"),
-        (("problem", "profiles", 0, "measurements", 0, "energyJ"), "NaN", "energy_j: expected"),
+        ((*MEASUREMENT, "timeS"), 1e308, "time_s: expected at most 1e+06"),
+        ((*MEASUREMENT, "energyJ"), 1e308, "energy_j: expected at most"),
+        ((*MEASUREMENT, "energyJ"), "Infinity", "energy_j: expected"),
+        ((*MEASUREMENT, "energyJ"), "NaN", "energy_j: expected"),
         (("problem", "stageCount"), 1e308, "expected a frontier as JSON, found: Failed to parse"),
         (("problem", "stageCount"), 2**31 - 1, "stage_count"),
         (("problem", "transferLagS"), 1e308, "transfer_lag_s: expected"),
+        (("confidence",), -0.1, "confidence: expected"),
+        (("confidence",), 1.5, "confidence: expected"),
     ],
 )
 def test_a_figure_in_a_frontier_is_refused_by_its_name(
-    tmp_path: Path, place: tuple[str | int, ...], figure: object, expected: str
+    folder: Path, tmp_path: Path, place: tuple[str | int, ...], figure: object, expected: str
 ) -> None:
+    frontier = json.loads((folder / "frontier.json").read_text())
+    *steps, name = place
+    part: Any = frontier
+    for step in steps:
+        part = part[step]
+    part[name] = figure
     path = tmp_path / "frontier.json"
-    content: object = frontier(path)
-    found = content
-    for step in place[:-1]:
-        found = found[step]  # type: ignore[index]
-    found[place[-1]] = figure  # type: ignore[index]
-    path.write_text(json.dumps(content))
-    result = run("plan", path, "--iteration-time", 5)
+    path.write_text(json.dumps(frontier))
+    result = perseus("plan", path, "--iteration-time", 5)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
     assert f"{path}: " in result.stderr
     assert expected in result.stderr
     assert len(result.stderr) < 600
-
-
-def test_a_plan_is_not_expanded_beyond_the_limit(tmp_path: Path) -> None:
-    frontier(tmp_path / "f.json")
-    result = run("plan", tmp_path / "f.json", "--iteration-time", 5, "--limit-computations", 3)
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "expected at most 3 computations, found 4" in result.stderr
 
 
 @pytest.mark.parametrize("output", ["ca/ca", "link"])
@@ -264,91 +399,68 @@ def test_an_authority_is_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run("certificates", "authority", "--folder", "ca").exit_code == 0
+    assert perseus("certificates authority --folder ca").exit_code == 0
     (tmp_path / "link.key").symlink_to("ca/ca.key")
     before = (tmp_path / "ca" / "ca.key").read_bytes()
-    result = run("certificates", "client", "me", "--folder", "ca", "--output", output)
+    result = perseus("certificates client me --folder ca --output", output)
     assert result.exit_code == 2
     assert f"{output}: expected another path than the authority's own files" in result.stderr
     assert (tmp_path / "ca" / "ca.key").read_bytes() == before
     (tmp_path / "other.pem").symlink_to("elsewhere.pem")
-    assert run("certificates", "client", "me", "--folder", "ca", "--output", "other").exit_code == 0
+    assert perseus("certificates client me --folder ca --output other").exit_code == 0
     assert (tmp_path / "elsewhere.pem").read_bytes().startswith(b"-----BEGIN")
 
 
-def test_solving_stops_at_its_time_limit(tmp_path: Path) -> None:
-    (tmp_path / "p.csv").write_text(PROFILE)
-    ended = call(
-        "solve", "p.csv", "--microbatches", 4000, "--limit-s", 0.05, "--output", "f.json", cwd=tmp_path
-    )
+def test_solving_stops_at_its_time_limit(profile_file: Path, tmp_path: Path) -> None:
+    command = "solve profile.csv --microbatches 4000 --limit-s 0.05 --output f.json"
+    ended = call(*command.split(), cwd=tmp_path)
     assert (ended.exit_code, ended.stdout) == (1, b"")
     assert ended.error == "error: expected to finish within 0.05 s (--limit-s), found more to do"
-    assert [each.name for each in tmp_path.iterdir()] == ["p.csv"]
+    assert [*tmp_path.iterdir()] == [profile_file]
 
 
 def test_a_silent_coordinator_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perseus.tls.channels.diagnose", partial(diagnose, timeout_s=0.1))
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        result = run("health", "--coordinator", address, "--timeout-s", 0.2)
+        result = perseus("health --timeout-s 0.2 --coordinator", address)
     assert result.exit_code == 1
     assert f"no answer in time from the coordinator at {address}: reason unknown" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "found"),
-    [
-        (["coordinator", "--lease-s", "30s"], "'30s'"),
-        (["jobs", "ranks", "job", "--pipeline", "first"], "'first'"),
-        (["jobs", "ranks", "job", "--pipeline", "-1"], "'-1'"),
-        (["jobs", "list", "--format", "xml"], "'xml'"),
-    ],
-)
-def test_a_value_that_does_not_fit_is_quoted(arguments: list[str], found: str) -> None:
-    result = run(*arguments, COLUMNS="160")
-    assert result.exit_code == 2
-    assert f"Invalid value for '{arguments[-2]}'" in result.stderr
-    assert f"found {found}" in result.stderr
-
-
-@pytest.mark.slow("starts a coordinator as a process")
-def test_grpc_adds_no_line_of_its_own(tmp_path: Path) -> None:
-    ended = call(
-        *("coordinator", "--listen", f"unix:{tmp_path}", "--database", "a.db", "--log-level", "error"),
-        *("--operator-token-file", "operator.token"),
-        cwd=tmp_path,
-    )
+@pytest.mark.slow("starts a coordinator as a process: gRPC keeps files open of a port that it did not get")
+@pytest.mark.parametrize("is_taken_port", [False, True])
+def test_grpc_adds_no_line_of_its_own(tmp_path: Path, is_taken_port: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}" if is_taken_port else f"unix:{tmp_path}"
+        command = (
+            "coordinator --database a.db --log-level error --operator-token-file operator.token --listen"
+        )
+        ended = call(*command.split(), address, cwd=tmp_path)
     assert ended.exit_code == 1
-    (record,) = ended.error.splitlines()
-    assert f"cause='cannot listen on unix:{tmp_path}" in record
+    assert f"cause='cannot listen on {address}" in ended.error
 
 
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("PERSEUS_AGENT_SOKCET", ": did you mean PERSEUS_AGENT_SOCKET?"),
+        (
+            "PERSEUS_AGENT_SOKCET",
+            ": did you mean PERSEUS_AGENT_SOCKET?",
+        ),
         ("PERSEUS_COORDINATOR_LEASE", ": did you mean PERSEUS_COORDINATOR_LEASE_S?"),
         ("PERSEUS_TLS_CAS", ": did you mean PERSEUS_TLS_CA?"),
-        ("PERSEUS_\x1b", ""),
+        ("PERSEUS_\x1b", r"warning: environment variable PERSEUS_\x1b is unknown to Perseus"),
+        ("PERSEUS_TOKEN", ""),
+        ("PERSEUS_TOKEN_FILE", ""),
+        ("PERSEUS_COORDINATOR", ""),
+        ("PERSEUS_AGENT_TOKEN", ""),
+        ("PERSEUS_COORDINATOR_KEEP_EVENT_COUNT", ""),
+        ("OTHER_PERSEUS_THING", ""),
     ],
 )
-def test_an_unknown_variable_gives_a_warning(name: str, hint: str, tmp_path: Path) -> None:
-    (tmp_path / "p.csv").write_text(PROFILE)
-    result = run("solve", tmp_path / "p.csv", "--microbatches", 1, **{name: "x"})
+def test_an_unknown_variable_gives_a_warning(name: str, hint: str, profile_file: Path) -> None:
+    result = perseus("solve --microbatches 1", profile_file, **{name: "7"})
     assert result.exit_code == 0
-    shown = name.replace("\x1b", "\\x1b")
-    warned = " ".join(result.stderr.split())
-    assert f"warning: environment variable {shown} is unknown to Perseus{hint}" in warned
-
-
-def test_known_variables_give_no_warning(tmp_path: Path) -> None:
-    (tmp_path / "p.csv").write_text(PROFILE)
-    known = {
-        "PERSEUS_TOKEN": "x",
-        "PERSEUS_TOKEN_FILE": "x",
-        "PERSEUS_COORDINATOR": "host:1",
-        "PERSEUS_AGENT_TOKEN": "x",
-        "PERSEUS_COORDINATOR_KEEP_EVENT_COUNT": "7",
-        "OTHER_PERSEUS_THING": "x",
-    }
-    assert run("solve", tmp_path / "p.csv", "--microbatches", 1, **known).stderr == ""
+    assert bool(result.stderr) == bool(hint)
+    assert hint in " ".join(result.stderr.split())

@@ -93,17 +93,3 @@ def test_an_unusable_certificate_is_a_row_of_the_table(tmp_path: Path) -> None:
     assert (row["subject"], row["verdict"]) == ("certificate", "bad")
     assert "missing.pem" in row["found"]
     assert "docs/security.md" in row["advice"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--config", "agent.toml"), "--config: expected --node beside it"),
-        (("--node", "--config", "missing.toml"), "missing.toml"),
-    ],
-)
-def test_wrong_flags_give_one_line(arguments: tuple[str, ...], message: str) -> None:
-    done = doctor({}, *arguments)
-    assert done.exit_code == 2
-    assert message in done.stderr
-    assert done.stderr.count("error:") == 1

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,6 @@ from typer.testing import CliRunner, Result
 from perseus.cli import escaping_channel
 from perseus.cli.connection import Connection, escaping
 from perseus.cli.fleet import Fleet
-from perseus.cli.ledger import merged
 from perseus.cli.main import app
 from perseus.job_id import slot_of
 from perseus.v1 import (
@@ -27,7 +26,6 @@ from perseus.v1 import (
     job_pb2,
     job_service_pb2,
     job_service_pb2_grpc,
-    ledger_service_pb2,
     power_service_pb2,
     power_service_pb2_grpc,
 )
@@ -396,53 +394,3 @@ async def test_a_fleet_is_asked_by_way_of_another_if_the_first_is_gone(
         assert fleet.missing == ["nobody serves slot 0 of 2"]
         with pytest.raises(typer.Exit):
             await asyncio.to_thread(fleet.keeper)
-
-
-def response(job_ids: Iterable[str], **account: float) -> ledger_service_pb2.ListLedgerEntriesResponse:
-    return ledger_service_pb2.ListLedgerEntriesResponse(
-        entries=[ledger_service_pb2.LedgerEntry(job_id=job_id) for job_id in job_ids],
-        total=ledger_service_pb2.LedgerAccount(**account),  # type: ignore[arg-type]
-    )
-
-
-def test_ledgers_are_added_up() -> None:
-    one = response(
-        ["a", "c"],
-        iteration_count=1,
-        energy_kwh=90.0,
-        cost=9.0,
-        carbon_g=5.0,
-        saved_energy_kwh=10.0,
-        saved_energy_se_kwh=3.0,
-        saved_energy_margin_kwh=6.0,
-        saved_percent=10.0,
-        saved_cost=1.0,
-        saved_cost_se=0.5,
-    )
-    other = response(
-        ["b"],
-        iteration_count=2,
-        energy_kwh=270.0,
-        cost=9.0,
-        saved_energy_kwh=30.0,
-        saved_energy_se_kwh=4.0,
-        saved_energy_margin_kwh=8.0,
-        saved_percent=10.0,
-        saved_cost=2.0,
-    )
-    assert merged([one]) is one
-    whole = merged([one, other])
-    assert [entry.job_id for entry in whole.entries] == ["a", "b", "c"]
-    assert whole.total == ledger_service_pb2.LedgerAccount(
-        iteration_count=3,
-        energy_kwh=360.0,
-        cost=18.0,  # nobody knows all carbon
-        price_per_kwh=0.05,
-        saved_energy_kwh=40.0,
-        saved_energy_se_kwh=5.0,
-        saved_energy_margin_kwh=10.0,
-        saved_percent=10.0,
-        saved_se_percent=1.25,
-        saved_margin_percent=2.5,
-        saved_cost=3.0,  # nor all its error
-    )

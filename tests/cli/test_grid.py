@@ -31,46 +31,6 @@ def given(tmp_path: Path) -> list[object]:
     ]
 
 
-def test_a_missing_setting_is_named_without_secrets() -> None:
-    done = perseus("grid", "dsx-flex", PERSEUS_GRID_TOKEN="s3cret")
-    assert done.exit_code == 2
-    assert "PERSEUS_GRID_IDENTIFIER: expected a value, found none" in done.stderr
-    assert "s3cret" not in done.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--identifier=a/b"], "--identifier: String should match pattern"),
-        (["--broker=far:8883"], "--broker: expected broker_tls_ca, or insecure"),
-        (["--broker=unix:/run/broker"], "--broker: expected HOST:PORT"),
-        (["--coordinator=far:1"], "--coordinator: expected tls_ca, or insecure"),
-        (["--broker-tls-key=k"], "--broker-tls-key: expected broker_tls_certificate beside it"),
-        (["--heartbeat-s=0"], "--heartbeat-s: Input should be greater than or equal to 1"),
-    ],
-)
-def test_a_wrong_setting_is_reported(given: list[object], arguments: list[str], message: str) -> None:
-    done = perseus("grid", "dsx-flex", *given, *arguments)
-    assert done.exit_code == 2
-    assert message in " ".join(done.stderr.split())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--signing-key=none"], "none: can't be read: No such file"),
-        (["--broker-token-file=none"], "none: can't be read: No such file"),
-        (["--broker-tls-ca=none"], "none: can't be read: No such file"),
-    ],
-)
-def test_a_missing_file_is_named_by_the_gateway(
-    given: list[object], arguments: list[str], message: str
-) -> None:
-    done = perseus("grid", "dsx-flex", *given, *arguments)
-    assert done.exit_code == 1
-    assert message in " ".join(done.stderr.split())
-
-
 def test_a_second_gateway_with_the_same_state_is_refused(given: list[object], tmp_path: Path) -> None:
     journal = Journal(tmp_path / "state.db")
     done = perseus("grid", "dsx-flex", *given, "--log-format=json")

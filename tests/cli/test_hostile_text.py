@@ -5,11 +5,7 @@ import itertools
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from concurrent import futures
-from contextlib import contextmanager
-from typing import Any
 
 import grpc
 import pytest
@@ -20,23 +16,15 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from typer.testing import CliRunner
+from typer.testing import Result
 
 from perseus import logs
 from perseus.cli.escaping_channel import escape
-from perseus.cli.main import app
 from perseus.demo.display import LiveDisplay
 from perseus.printable import printable
-from perseus.v1 import (
-    event_pb2,
-    frontier_service_pb2,
-    info_service_pb2,
-    job_pb2,
-    job_service_pb2,
-    ledger_service_pb2,
-    power_service_pb2,
-    rank_pb2,
-)
+from perseus.v1 import event_pb2, job_pb2, job_service_pb2, rank_pb2
+from tests.cli.prepared import METHODS, Answer, PreparedCoordinator
+from tests.cli.test_requests import ONCE
 
 HOSTILE = [
     "\x1b[2J\x1b[31mred",
@@ -54,18 +42,6 @@ HOSTILE = [
     "plain",
 ]
 SHORT = st.one_of(st.sampled_from(HOSTILE), st.text(max_size=12))
-
-METHODS = {
-    method.name: method
-    for service in (
-        frontier_service_pb2.DESCRIPTOR.services_by_name["FrontierService"],
-        job_service_pb2.DESCRIPTOR.services_by_name["JobService"],
-        ledger_service_pb2.DESCRIPTOR.services_by_name["LedgerService"],
-        power_service_pb2.DESCRIPTOR.services_by_name["PowerService"],
-        info_service_pb2.DESCRIPTOR.services_by_name["InfoService"],
-    )
-    for method in service.methods
-}
 
 # Rich itself writes only styles to a terminal, and no cursor movement.
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
@@ -92,91 +68,16 @@ def filled(descriptor: Descriptor, texts: Iterator[str], depth: int = 0) -> Mess
     return message
 
 
-class HostileCoordinator(grpc.GenericRpcHandler):
-    """Answers every call of the tested services with `texts`, or fails with one of them."""
-
-    def __init__(self) -> None:
-        self.texts = [""]
-        self.fails_with: str | None = None
-
-    def service(self, details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any]":
-        """Return a handler for any method."""
-        method = METHODS[details.method.rpartition("/")[2]]
-
-        def answers(_: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-            if self.fails_with is not None:
-                context.abort(grpc.StatusCode.NOT_FOUND, self.fails_with)
-            texts = itertools.cycle(self.texts)
-            if method.server_streaming:
-                for update in ("job", "event", "iteration", "gap"):
-                    answer: Any = job_service_pb2.WatchJobResponse()
-                    part = getattr(answer, update)
-                    part.CopyFrom(filled(part.DESCRIPTOR, texts))
-                    yield answer.SerializeToString()
-            else:
-                yield filled(method.output_type, texts).SerializeToString()
-
-        if method.server_streaming:
-            return grpc.unary_stream_rpc_method_handler(answers)
-        return grpc.unary_unary_rpc_method_handler(lambda request, context: next(answers(request, context)))
-
-
-# Every command that shows a coordinator's answers.
-VIEWS = {
-    "list": ["jobs", "list"],
-    "runs": ["jobs", "runs", "job"],
-    "show": ["jobs", "show", "job"],
-    "ranks": ["jobs", "ranks", "job"],
-    "rebalancing": ["jobs", "rebalancing", "job"],
-    "watch": ["jobs", "watch", "job"],
-    "events": ["jobs", "events", "job"],
-    "report": ["jobs", "report", "job"],
-    "straggler": ["jobs", "straggler", "job", "0", "--clear"],
-    "rebaseline": ["jobs", "rebaseline", "job"],
-    "policy": ["jobs", "policy", "job", "--no-slowdown"],
-    "finish": ["jobs", "finish", "job"],
-    "resume": ["jobs", "resume", "job"],
-    "delete": ["jobs", "delete", "job"],
-    "ledger": ["ledger"],
-    "top": ["top", "--job", "job"],
-    "power list": ["power", "list"],
-    "power feeds": ["power", "feeds"],
-    "power cancel": ["power", "cancel", "budget"],
-}
-
-
-def test_every_view_is_tested() -> None:
-    from perseus.cli import jobs
-
-    commands = {
-        command.name or command.callback.__name__  # type: ignore[union-attr]
-        for command in jobs.app.registered_commands
-    }
-    assert commands == {view for view, words in VIEWS.items() if words[0] == "jobs"}
-
-
-@contextmanager
-def serving() -> Iterator[tuple[HostileCoordinator, str]]:
-    hostile = HostileCoordinator()
-    pool = futures.ThreadPoolExecutor(2)
-    both = threading.Barrier(2)
-    for waiting in [pool.submit(both.wait) for _ in range(2)]:  # start all threads now, outside of any test
-        waiting.result()
-    server = grpc.server(pool)
-    server.add_generic_rpc_handlers((hostile,))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        yield hostile, f"127.0.0.1:{port}"
-    finally:
-        server.stop(None).wait()
-        pool.shutdown()
-
-
-@pytest.fixture(scope="module")
-def coordinator() -> Iterator[tuple[HostileCoordinator, str]]:
-    with serving() as served:
-        yield served
+def answers(texts: list[str]) -> dict[str, Answer]:
+    """Return an answer to every call, with those texts."""
+    again = itertools.cycle(texts)
+    found: dict[str, Answer] = {name: filled(method.output_type, again) for name, method in METHODS.items()}
+    watch = job_service_pb2.WatchJobResponse.DESCRIPTOR.fields_by_name
+    found["WatchJob"] = [
+        job_service_pb2.WatchJobResponse(**{update: filled(watch[update].message_type, again)})
+        for update in ("job", "event", "iteration", "gap")
+    ]
+    return found | {"WatchFeeds": [filled(METHODS["WatchFeeds"].output_type, again)]}
 
 
 def check_screen(text: str) -> None:
@@ -185,52 +86,35 @@ def check_screen(text: str) -> None:
         assert line.isprintable(), repr(line)
 
 
-def run(address: str, view: list[str]) -> Any:
-    return CliRunner().invoke(
-        app,
-        [*view, "--coordinator", address],
-        env={"COLUMNS": "200", "FORCE_COLOR": "1"},
-        catch_exceptions=False,
-    )
+def run(coordinator: PreparedCoordinator, view: str) -> Result:
+    return coordinator.perseus(view, FORCE_COLOR="1")
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("view", ONCE)
 @settings(suppress_health_check=list(HealthCheck))
 @given(texts=st.lists(SHORT, min_size=1, max_size=20))
 def test_every_view_is_readable_for_any_text(
-    coordinator: tuple[HostileCoordinator, str], view: str, texts: list[str]
+    prepared: PreparedCoordinator, view: str, texts: list[str]
 ) -> None:
-    hostile, address = coordinator
-    hostile.texts, hostile.fails_with = texts, None
-    result = run(address, VIEWS[view])
+    prepared.answers = answers(texts)
+    result = run(prepared, ONCE[view])
     assert result.exit_code == 0, result.output
     check_screen(result.output)
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_the_doctor_shows_text_as_text(coordinator: tuple[HostileCoordinator, str], text: str) -> None:
-    hostile, address = coordinator
-    for hostile.texts, hostile.fails_with in (([text], None), ([""], f"no {text} here")):
-        result = run(address, ["doctor"])
-        assert result.exit_code == 1, "such a coordinator is not healthy"
-        check_screen(result.output)
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_a_refusal_is_shown_as_text(coordinator: tuple[HostileCoordinator, str], text: str) -> None:
-    hostile, address = coordinator
-    hostile.fails_with = f"no {text} here"
-    result = run(address, ["jobs", "show", "job"])
-    assert result.exit_code == 2
+def test_refusals_and_the_doctor_show_text_as_text(prepared: PreparedCoordinator, text: str) -> None:
+    prepared.answers = answers([text])
+    result = run(prepared, "doctor")
+    assert result.exit_code == 1, "such a coordinator is not healthy"
     check_screen(result.output)
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_escaped_text_is_still_readable(coordinator: tuple[HostileCoordinator, str], text: str) -> None:
-    hostile, address = coordinator
-    hostile.texts, hostile.fails_with = [text], None
-    assert printable(text) in run(address, ["jobs", "show", "job"]).output
-    assert printable(text) in run(address, ["jobs", "watch", "job"]).output
+    for view in ("jobs show job", "jobs watch job"):
+        assert printable(text) in run(prepared, view).output
+    prepared.answers = dict.fromkeys(METHODS, (grpc.StatusCode.NOT_FOUND, f"no {text} here"))
+    for view, exit_code in (("doctor", 1), ("jobs show job", 2)):
+        result = run(prepared, view)
+        assert result.exit_code == exit_code
+        check_screen(result.output)
 
 
 @given(st.text())

@@ -4,11 +4,11 @@ import io
 import re
 import shlex
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
-from rich.console import Console, RenderableType
-from typer.testing import CliRunner
+from rich.console import Console
 
 from perseus.cli.job_tables import (
     event_table,
@@ -21,25 +21,19 @@ from perseus.cli.job_tables import (
     progress_text,
     rank_table,
     report_table,
+    run_table,
 )
-from perseus.cli.main import app
 from perseus.cli.terminal import print_whole
 from perseus.cli.top_tables import Snapshot, screen
 from perseus.service.domain.stall import StallReason, StockReason, next_step
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2, rank_pb2
+from tests.cli.commands import lines, perseus, rendered
 
-MIN = job_pb2.LeastSignal(extra_time=job_pb2.ExtraTime(percent=5, horizon_s=86_400))
-SIGNAL_TARGET = job_pb2.SignalTarget(
-    state=job_pb2.SIGNAL_TARGET_STATE_FOLLOWING,
-    start_time=Timestamp(seconds=1_767_225_600),
-    end_time=Timestamp(seconds=1_767_225_600 + 86_400),
-    iteration_count=82_285.7,
-    done_count=1200,
-    iteration_time_s=1.1,
-    value_per_kwh=412.6,
-)
+NEW_YEAR_S = 1_767_225_600
+SOON, LATER = Timestamp(seconds=NEW_YEAR_S), Timestamp(seconds=NEW_YEAR_S + 86_400)
 JOB = job_pb2.Job(
     job_id="gpt3",
+    run_number=2,
     state=job_pb2.JOB_STATE_STOCK,
     state_reason="no frontier: expected [2] clocks, found [/1]",
     next_step="`perseus jobs resume gpt3` solves again",
@@ -53,134 +47,205 @@ JOB = job_pb2.Job(
     straggler_count=1,
     stragglers=[job_pb2.Straggler(pipeline=3, iteration_time_s=1.1, is_detected=True)],
     planned_iteration_time_s=[1.1, 1.1, 1.1, 1.0, 1.1, 1.1],
+    create_time=SOON,
 )
 
 
-def lines(shown: RenderableType) -> list[str]:
-    """Return the lines without blanks and frames."""
-    console = Console(width=200)
-    with console.capture() as printed:
-        console.print(shown)
-    return [" ".join(line.replace("│", " ").split()) for line in printed.get().splitlines()]
+def changed(**fields: Any) -> job_pb2.Job:
+    """Return that job with other fields."""
+    job = job_pb2.Job()
+    job.CopyFrom(JOB)
+    job.MergeFrom(job_pb2.Job(**fields))
+    return job
 
 
 def test_a_job_is_one_line() -> None:
-    assert "gpt3 stock, 1 straggler 6 × 2 × 1 11/12 1.000 s" in lines(job_table([JOB]))
+    assert lines(job_table([JOB]))[-1] == "gpt3 stock, 1 straggler 6 × 2 × 1 11/12 1.000 s"
 
 
-def test_only_known_facts_are_shown() -> None:
-    facts = lines(job_facts(JOB))
-    assert "state stock: no frontier: expected [2] clocks, found [/1]" in facts
-    assert "next step `perseus jobs resume gpt3` solves again" in facts
-    assert "ranks 11 connected, 1 lost" in facts
-    assert "policy at most 900 W a pipeline" in facts
-    assert "stock baseline 1.250 s, 4000 J" in facts
-    assert "frontier T_min 1.000 s, T* 1.200 s, T_slow 1.500 s" in facts
-    assert "stragglers pipeline 3, detected: 1.100 s" in facts
-    assert not any(line.startswith(("finished", "clocks measured")) for line in facts)
-
-
-def test_a_job_s_signal_and_progress_are_shown() -> None:
-    job = job_pb2.Job(policy=job_pb2.OperatingPolicy(least_carbon=MIN), signal_target=SIGNAL_TARGET)
-    facts = lines(job_facts(job))
-    assert "policy least carbon within 5 % more time over 24 h" in facts
-    done = "1200 of 82286 iterations since 2026-01-01 00:00:00 UTC, until 2026-01-02 00:00:00 UTC"
-    assert f"signal iterations of 1.100 s, at 412.6 g per kWh; {done}" in facts
-    job.signal_target.ClearField("iteration_time_s")
-    assert f"signal no slowdown now, at 412.6 g per kWh; {done}" in lines(job_facts(job))
-    job.signal_target.ClearField("value_per_kwh")
-    for state, text in [
-        (job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL, "the signal is unknown: no slowdown"),
-        (job_pb2.SIGNAL_TARGET_STATE_LATE, "no slowdown: the work can't be done in time"),
-        (job_pb2.SIGNAL_TARGET_STATE_DONE, "no slowdown: the work is done, or its deadline has passed"),
-    ]:
-        job.signal_target.state = state
-        assert f"signal {text}; {done}" in lines(job_facts(job))
-    until = job_pb2.LeastSignal(
-        work_until=job_pb2.WorkUntil(iteration_count=500, end_time=SIGNAL_TARGET.end_time)
+def test_a_run_is_one_line() -> None:
+    ended = job_pb2.Job(
+        run_number=1, state=job_pb2.JOB_STATE_FINISHED, state_reason="done", finish_time=LATER
     )
-    job.policy.least_cost.CopyFrom(until)
-    expected = "policy least cost for 500 iterations until 2026-01-02 00:00:00 UTC"
-    assert expected in lines(job_facts(job))
+    assert lines(run_table([JOB, ended]))[3:-1] == [
+        "2 stock: no frontier: expected [2] clocks, found [/1] 6 × 2 × 1 2026-01-01 00:00:00 UTC",
+        "1 finished: done 0 × 0 × 0 1970-01-01 00:00:00 UTC 2026-01-02 00:00:00 UTC",
+    ]
 
 
-def test_no_slowdown_is_shown_with_its_basis() -> None:
-    all_max = job_pb2.NoSlowdownTime(iteration_time_s=1.02, basis=job_pb2.NO_SLOWDOWN_BASIS_ALL_MAX)
-    measured = job_pb2.NoSlowdownTime(iteration_time_s=1.01, basis=job_pb2.NO_SLOWDOWN_BASIS_BASELINE)
-    job = job_pb2.Job(no_slowdown_time=measured)
-    assert no_slowdown(job) == "up to 1.010 s: the stock baseline, shorter than predicted"
-    job.CopyFrom(JOB)
-    job.no_slowdown_time.CopyFrom(all_max)
-    assert no_slowdown(job) == "up to 1.020 s: every computation at its highest clock"
-    assert f"no slowdown {no_slowdown(job)}" in lines(job_facts(job))
-    assert not any(line.startswith("no slowdown") for line in lines(job_facts(JOB)))
+def test_only_known_facts_of_a_job_are_shown() -> None:
+    assert lines(job_facts(JOB)) == [
+        "job gpt3",
+        "run 2",
+        "state stock: no frontier: expected [2] clocks, found [/1]",
+        "next step `perseus jobs resume gpt3` solves again",
+        "pipelines × stages × tensor 6 × 2 × 1",
+        "ranks 11 connected, 1 lost",
+        "policy at most 900 W a pipeline",
+        "stock baseline 1.250 s, 4000 J",
+        "frontier T_min 1.000 s, T* 1.200 s, T_slow 1.500 s",
+        "stragglers pipeline 3, detected: 1.100 s",
+        "registered 2026-01-01 00:00:00 UTC",
+    ]
 
 
-def test_plans_are_compared_with_stock_not_with_t_min() -> None:
-    job = job_pb2.Job()
-    job.CopyFrom(JOB)
-    job.no_slowdown_time.iteration_time_s = 1.1
-    found = lines(plan_table(job))
-    assert "3 1.000 s -9.1 %" in found
-    assert "0–2, 4–5 1.100 s +0.0 %" in found
+FOLLOWING = job_pb2.SIGNAL_TARGET_STATE_FOLLOWING
+DONE = "1200 of 82286 iterations since 2026-01-01 00:00:00 UTC, until 2026-01-02 00:00:00 UTC"
+WITHIN = job_pb2.LeastSignal(extra_time=job_pb2.ExtraTime(percent=5, horizon_s=86_400))
+UNTIL = job_pb2.LeastSignal(work_until=job_pb2.WorkUntil(iteration_count=500, end_time=LATER))
+SAVING = job_pb2.Saving(slowdown_percent=1.3, energy_percent=9.3, energy_margin_percent=1.4)
+
+
+def by_signal(state: job_pb2.SignalTargetState.ValueType = FOLLOWING, **known: float) -> dict[str, Any]:
+    target = job_pb2.SignalTarget(
+        state=state, start_time=SOON, end_time=LATER, iteration_count=82_285.7, **known
+    )
+    target.done_count = 1200
+    return {"signal_target": target}
+
+
+def policy(**rule: Any) -> dict[str, Any]:
+    return {"policy": job_pb2.OperatingPolicy(**rule)}
+
+
+PROGRESS = job_pb2.ProfilingProgress(tried_clock_count=5, max_clock_count=12, remaining_s=125)
+COST = job_pb2.ProfilingCost(
+    iteration_count=41, time_s=31.5, extra_time_s=4.7, energy_j=23_338, extra_energy_j=-2238
+)
+LATENCY = {"set_latency_s": 0.0201, "latency_cost_percent": 0.618}
+UNKNOWN, LATE = job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL, job_pb2.SIGNAL_TARGET_STATE_LATE
+FACTS: list[tuple[dict[str, Any], str]] = [
+    (policy(max_slowdown_percent=2.5), "policy at most 2.5 % slower than stock"),
+    (policy(deadline=job_pb2.Deadline(iteration_count=30, time_s=60)), "policy 30 iterations within 60 s"),
+    (policy(least_carbon=WITHIN), "policy least carbon within 5 % more time over 24 h"),
+    (policy(least_cost=UNTIL), "policy least cost for 500 iterations until 2026-01-02 00:00:00 UTC"),
+    (by_signal(iteration_time_s=1.1), f"signal iterations of 1.100 s; {DONE}"),
+    (by_signal(value_per_kwh=0.25), f"signal no slowdown now, at 0.25 per kWh; {DONE}"),
+    (by_signal(UNKNOWN), f"signal the signal is unknown: no slowdown; {DONE}"),
+    (by_signal(LATE), f"signal no slowdown: the work can't be done in time; {DONE}"),
+    (
+        by_signal(job_pb2.SIGNAL_TARGET_STATE_DONE),
+        f"signal no slowdown: the work is done, or its deadline has passed; {DONE}",
+    ),
+    ({"profiling_progress": PROGRESS}, "profiling 5 of at most 12 clocks tried, done within 2 min 05 s"),
+    ({"profiled_clock_count": 4}, "clocks measured 4"),
+    (
+        {"profiling_cost": COST},
+        "profiling took 41 iterations, 31.5 s, 23338 J; against stock +4.7 s, -2238 J; budget: unlimited",
+    ),
+    (LATENCY, "set latency 20 ms"),
+    (
+        LATENCY | {"t_min_s": 1.0, "t_star_s": 1.0, "t_slow_s": 1.0},
+        "frontier T_min 1.000 s, T* 1.000 s, T_slow 1.000 s set latency 20 ms; costs 0.62 % energy at T_min "
+        "against clocks that change at once",
+    ),
+    (
+        {"figures": job_pb2.JobFigures(saving=SAVING)},
+        "saved +9.3 ± 1.4 % energy against stock; slowdown +1.3 %",
+    ),
+    ({"labels": [job_pb2.Label(key="a", value="\x1b")]}, r"labels a=\x1b"),
+]
+BARE = lines(job_facts(job_pb2.Job()))
+
+
+@pytest.mark.parametrize(("fields", "shown"), FACTS, ids=[", ".join(fields) for fields, _ in FACTS])
+def test_a_fact_is_shown_where_it_is_known(fields: dict[str, Any], shown: str) -> None:
+    assert " ".join(line for line in lines(job_facts(job_pb2.Job(**fields))) if line not in BARE) == shown
+
+
+def test_the_unit_of_carbon_is_shown_with_its_value() -> None:
+    job = job_pb2.Job(**policy(least_carbon=WITHIN), **by_signal(value_per_kwh=412.6))
+    assert f"signal no slowdown now, at 412.6 g per kWh; {DONE}" in lines(job_facts(job))
 
 
 def test_all_times_of_a_job_are_on_the_scale_of_its_measured_ones() -> None:
-    job = job_pb2.Job()
-    job.CopyFrom(JOB)
-    job.no_slowdown_time.iteration_time_s = 1.0
-    job.iteration_overhead_s = 0.25
-    job.baseline.iteration_time_s = 1.25
-    job.budget_target_iteration_time_s = 1.1
-    job.signal_target.iteration_time_s = 1.15
-    job.stragglers.add(pipeline=2, iteration_time_s=1.2)
-    found = lines(job_facts(job))
-    assert f"frontier T_min {job.t_min_s + 0.25:.3f} s, " in "\n".join(found)
-    assert "no slowdown up to 1.250 s:" in found
-    assert "power budget holds it back: iterations of 1.350 s" in found
-    assert any("iterations of 1.400 s" in line for line in found)
-    assert any("pipeline 2, reported: 1.450 s" in line for line in found)
-    assert "0–2, 4–5 1.350 s +8.0 %" in lines(plan_table(job))
+    job = changed(
+        no_slowdown_time=job_pb2.NoSlowdownTime(iteration_time_s=1.0),
+        iteration_overhead_s=0.25,
+        budget_target_iteration_time_s=1.1,
+        stragglers=[job_pb2.Straggler(pipeline=2, iteration_time_s=1.2)],
+        **by_signal(iteration_time_s=1.15),
+    )
+    assert [line for line in lines(job_facts(job)) if line not in lines(job_facts(JOB))] == [
+        f"signal iterations of 1.400 s; {DONE}",
+        "power budget holds it back: iterations of 1.350 s",
+        "frontier T_min 1.250 s, T* 1.450 s, T_slow 1.750 s",
+        "no slowdown up to 1.250 s:",
+        "stragglers pipeline 3, detected: 1.350 s",
+        "pipeline 2, reported: 1.450 s",
+    ]
+    assert lines(plan_table(job))[3:-1] == ["3 1.250 s +0.0 %", "0–2, 4–5 1.350 s +8.0 %"]
+
+
+@pytest.mark.parametrize(
+    ("stock_s", "slowdowns"),
+    [(0.0, ("+0.0 %", "+10.0 %")), (1.1, ("-9.1 %", "+0.0 %"))],
+    ids=["T_min without stock", "stock"],
+)
+def test_pipelines_of_the_same_plan_share_a_line_that_compares_it_with_stock(
+    stock_s: float, slowdowns: tuple[str, str]
+) -> None:
+    job = changed(no_slowdown_time=job_pb2.NoSlowdownTime(iteration_time_s=stock_s))
+    assert lines(plan_table(job))[3:-1] == [f"3 1.000 s {slowdowns[0]}", f"0–2, 4–5 1.100 s {slowdowns[1]}"]
+
+
+@pytest.mark.parametrize(
+    ("basis", "shown"),
+    [
+        (job_pb2.NO_SLOWDOWN_BASIS_ALL_MAX, "up to 1.020 s: every computation at its highest clock"),
+        (job_pb2.NO_SLOWDOWN_BASIS_BASELINE, "up to 1.020 s: the stock baseline, shorter than predicted"),
+    ],
+)
+def test_no_slowdown_is_shown_with_its_basis(basis: job_pb2.NoSlowdownBasis.ValueType, shown: str) -> None:
+    job = job_pb2.Job(no_slowdown_time=job_pb2.NoSlowdownTime(iteration_time_s=1.02, basis=basis))
+    assert no_slowdown(job) == shown
+    assert f"no slowdown {shown}" in lines(job_facts(job))
 
 
 def test_the_cost_of_profiling_is_its_difference_from_stock_and_its_budget() -> None:
-    cost = job_pb2.ProfilingCost(
-        iteration_count=41, time_s=31.5, extra_time_s=4.7, energy_j=23_338, extra_energy_j=-2238
-    )
-    budget = job_pb2.ProfilingBudget(iteration_count=30_000, extra_time_s=360, extra_energy_j=5e6)
-    assert profiling_cost(cost, budget) == (
-        "41 iterations, 31.5 s, 23338 J; against stock +4.7 s, -2238 J; "
-        "budget: 30000 iterations, +360 s, +5000000 J"
-    )
-    cost.extra_energy_j = 5.5
-    assert "against stock +4.7 s, +5.500 J; budget: unlimited" in profiling_cost(
-        cost, job_pb2.ProfilingBudget()
+    budget = job_pb2.ProfilingBudget(iteration_count=30_000, time_s=9, extra_time_s=360, extra_energy_j=5e6)
+    more = job_pb2.ProfilingCost(iteration_count=1, extra_energy_j=5.5)
+    assert profiling_cost(more, budget) == (
+        "1 iterations, 0.0 s, 0 J; against stock +0.0 s, +5.500 J; "
+        "budget: 30000 iterations, 9 s, +360 s, +5000000 J"
     )
 
 
-def test_profiling_shows_its_progress_and_remaining_time() -> None:
-    progress = job_pb2.ProfilingProgress(tried_clock_count=5, max_clock_count=12)
-    assert progress_text(progress) == "5 of at most 12 clocks tried"
-    progress.remaining_s = 40.4
-    assert progress_text(progress) == "5 of at most 12 clocks tried, done within 40 s"
-    progress.remaining_s = 125
-    assert progress_text(progress).endswith("done within 2 min 05 s")
-    job = job_pb2.Job(job_id="gpt3", state=job_pb2.JOB_STATE_PROFILING, profiling_progress=progress)
-    assert "profiling 5 of at most 12 clocks tried, done within 2 min 05 s" in lines(job_facts(job))
+@pytest.mark.parametrize(
+    ("remaining_s", "end"), [(None, ""), (40.4, ", done within 40 s"), (125, ", done within 2 min 05 s")]
+)
+def test_profiling_shows_its_progress_and_remaining_time(remaining_s: float | None, end: str) -> None:
+    progress = job_pb2.ProfilingProgress(tried_clock_count=5, max_clock_count=12, remaining_s=remaining_s)
+    assert progress_text(progress) == f"5 of at most 12 clocks tried{end}"
 
 
-def test_pipelines_of_the_same_plan_share_a_line() -> None:
-    found = lines(plan_table(JOB))
-    assert "3 1.000 s +0.0 %" in found
-    assert "0–2, 4–5 1.100 s +10.0 %" in found
+def rank_line(**fields: Any) -> str:
+    """Return what is shown of a rank after its place."""
+    line, *_ = lines(rank_table([rank_pb2.Rank(**fields)]))[1:]
+    return line.removeprefix("0/0/0 ")
 
 
 def test_a_rank_is_one_line_for_any_host_name() -> None:
     place = rank_pb2.RankCoordinates(pipeline=1, stage=0, tensor=2)
-    rank = rank_pb2.Rank(
+    line = rank_line(
         coordinates=place, state=rank_pb2.RANK_STATE_LOST, hostname="[red]", iteration=-1, offered_version=7
     )
-    assert "1/0/2 lost stock → 7 [red]" in lines(rank_table([rank]))
+    assert line == "1/0/2 lost stock → 7 [red]"
+
+
+def test_the_limits_of_a_gpu_are_shown_with_its_rank() -> None:
+    line = rank_line(
+        state=rank_pb2.RANK_STATE_CONNECTED,
+        power_limit_w=300.0,
+        workload_power_profiles=[0, 7],
+        clock_event_reasons=0x44,
+        capped_clock_mhz=1200,
+        foreign_clock=rank_pb2.ForeignClock(clock_mhz=705),
+    )
+    assert line == (
+        "connected 0 stock 300 W; workload power profiles 0, 7; held by power cap, heat (hardware); "
+        "reaches 1200 MHz; held at 705 MHz by another client, wanted stock"
+    )
 
 
 def test_nothing_is_cut_at_80_columns() -> None:
@@ -201,107 +266,38 @@ def test_nothing_is_cut_at_80_columns() -> None:
         figures=job_pb2.JobFigures(power_w=0.0, saving=job_pb2.Saving(energy_percent=12.5)),
     )
     for table in (rank_table([rank]), job_table([job]), screen(Snapshot([job], (), [rank]), 9)):
-        console = Console(file=io.StringIO(), width=80)
-        console.print(table)
-        assert isinstance(console.file, io.StringIO)
-        assert "…" not in console.file.getvalue()
-    found = lines(job_table([job]))
-    assert "a-job-with-quite-a-long-name finished 0 × 0 × 0 0/0 0.00 kW +12.5 %" in found
-
-
-def test_the_limits_of_a_gpu_are_shown_with_its_rank() -> None:
-    rank = rank_pb2.Rank(
-        state=rank_pb2.RANK_STATE_CONNECTED,
-        power_limit_w=300.0,
-        workload_power_profiles=[0, 7],
-        clock_event_reasons=0x44,
-        capped_clock_mhz=1200,
-        foreign_clock=rank_pb2.ForeignClock(clock_mhz=705),
-    )
-    (shown,) = [line for line in lines(rank_table([rank])) if "300 W" in line]
+        assert "…" not in rendered(table, 80)
     assert (
-        "300 W; workload power profiles 0, 7; held by power cap, heat (hardware); reaches 1200 MHz; "
-        "held at 705 MHz by another client, wanted stock" in shown
+        lines(job_table([job]))[-1] == "a-job-with-quite-a-long-name finished 0 × 0 × 0 0/0 0.00 kW +12.5 %"
     )
 
 
-def test_a_finished_job_shows_what_it_saved() -> None:
-    saving = job_pb2.Saving(slowdown_percent=1.3, energy_percent=9.3, energy_margin_percent=1.4)
-    job = job_pb2.Job(state=job_pb2.JOB_STATE_FINISHED, figures=job_pb2.JobFigures(saving=saving))
-    assert "saved +9.3 ± 1.4 % energy against stock; slowdown +1.3 %" in lines(job_facts(job))
-    assert not any(line.startswith("saved") for line in lines(job_facts(job_pb2.Job())))
+# --- The report ---------------------------------------------------------------------------------------------
 
-
-def test_a_report_fits_80_columns_without_cut_figures() -> None:
-    period = job_pb2.ReportPeriod(
-        number=12,
-        state=job_pb2.JOB_STATE_PROFILING,
-        plan_versions=[29],
-        first_iteration=10_083,
-        last_iteration=10_095,
-        iteration_count=13,
-        iteration_time_s=1.011,
-        iteration_time_margin_s=0.107,
-        energy_j=1324.0,
-        energy_margin_j=35.0,
-        saving=job_pb2.Saving(
-            slowdown_percent=34.2,
-            slowdown_margin_percent=14.3,
-            energy_percent=19.6,
-            energy_margin_percent=2.2,
-        ),
-    )
-    console = Console(width=80, file=io.StringIO(), force_terminal=True)
-    print_whole(report_table([period]), to=console)
-    assert isinstance(console.file, io.StringIO)
-    shown = console.file.getvalue()
-    assert all(len(line) <= 80 for line in re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()), shown
-    assert "…" not in shown
-    for figure in ("10083", "10095", "1.011", "0.107", "1324", "+34.2", "14.3", "+19.6"):
-        assert figure in shown
-
-
-def test_set_latency_is_shown_with_the_job_and_below_the_report() -> None:
-    job = job_pb2.Job(set_latency_s=0.0201, latency_cost_percent=0.618)
-    assert "set latency 20 ms" in lines(job_facts(job))
-    job.t_min_s = 1.0
-    cost = "set latency 20 ms; costs 0.62 % energy at T_min against clocks that change at once"
-    assert cost in lines(job_facts(job))
-    periods = [
-        job_pb2.ReportPeriod(number=number, latency_cost_percent=percent)
-        for number, percent in enumerate((0.0, 0.618, -0.1))
-    ]
-    assert (
-        "predicted extra energy from the time to set clocks: +0.62 % in period 1; -0.10 % in period 2"
-    ) in " ".join(lines(report_table(periods)))
+PERIOD = job_pb2.ReportPeriod(
+    number=4,
+    state=job_pb2.JOB_STATE_PLANNED,
+    has_straggler=True,
+    plan_versions=[8, 9, 8],
+    first_iteration=10_083,
+    last_iteration=10_090,
+    iteration_count=8,
+    iteration_time_s=1.0249,
+    iteration_time_margin_s=0.002,
+    energy_j=780.4,
+    energy_margin_j=3.0,
+    saving=job_pb2.Saving(
+        energy_percent=21.96,
+        energy_margin_percent=0.31,
+        slowdown_percent=-0.04,
+        slowdown_margin_percent=0.2,
+    ),
+)
+PERIOD.start_time.FromJsonString("2031-05-06T23:59:58Z")
+PERIOD.end_time.FromJsonString("2031-05-07T00:00:07Z")
 
 
 def test_a_period_shows_its_errors_only_where_they_are_known() -> None:
-    known = job_pb2.ReportPeriod(
-        number=4,
-        state=job_pb2.JOB_STATE_PLANNED,
-        has_straggler=True,
-        plan_versions=[8, 9, 8],
-        first_iteration=40,
-        last_iteration=47,
-        iteration_count=8,
-        iteration_time_s=1.0249,
-        iteration_time_se_s=0.001,
-        iteration_time_margin_s=0.002,
-        energy_j=780.4,
-        energy_se_j=1.3,
-        energy_margin_j=3.0,
-        saving=job_pb2.Saving(
-            energy_percent=21.96,
-            energy_se_percent=0.1,
-            energy_margin_percent=0.31,
-            slowdown_percent=-0.04,
-            slowdown_se_percent=0.1,
-            slowdown_margin_percent=0.2,
-        ),
-    )
-    known.start_time.FromJsonString("2031-05-06T23:59:58Z")
-    known.end_time.FromJsonString("2031-05-07T00:00:07Z")
     single = job_pb2.ReportPeriod(
         number=5,
         state=job_pb2.JOB_STATE_PLANNED,
@@ -310,62 +306,78 @@ def test_a_period_shows_its_errors_only_where_they_are_known() -> None:
         last_iteration=48,
         iteration_count=1,
         iteration_time_s=1.0,
-        start_time=known.end_time,
-        end_time=known.end_time,
+        start_time=PERIOD.end_time,
+        end_time=PERIOD.end_time,
         saving=job_pb2.Saving(slowdown_percent=2.0),
     )
-    found = lines(report_table([known, single]))
-    assert (
-        "4 planned with straggler 8, 9 40 – 47 8 05-06 23:59:58 – 05-07 00:00:07 1.025 ± 0.002 780 ± 3 "
-        "+0.0 ± 0.2 +22.0 ± 0.3" in found
-    )
-    assert "5 planned 9 48 1 05-07 00:00:07 – 00:00:07 1.000 0 +2.0" in found
-
-
-def test_gaps_between_iterations_are_one_line() -> None:
-    period = job_pb2.ReportPeriod(
-        number=3,
-        plan_versions=[1],
-        gap_time_s=0.6321,
-        gap_energy_j=55.4,
-        gap_slowed_time_s=0.0042,
-    )
-    line = (
-        "between iterations, in period 3: 0.632 s and 55.40 J each on average, "
-        "of which clocks cost 4.2 ms at most"
-    )
-    assert line in " ".join(lines(report_table([job_pb2.ReportPeriod(), period])))
-    assert not any("between" in each for each in lines(report_table([period, job_pb2.ReportPeriod()])))
-
-
-def test_irregular_iterations_are_listed_below_the_table() -> None:
-    periods = [
-        job_pb2.ReportPeriod(number=number, irregular_count=count, irregular_time_s=1.5)
-        for number, count in enumerate((0, 7, 2))
+    assert lines(report_table([PERIOD, single]))[2:4] == [
+        "4 planned with straggler 8, 9 10083 – 10090 8 05-06 23:59:58 – 05-07 00:00:07 1.025 ± 0.002 "
+        "780 ± 3 +0.0 ± 0.2 +22.0 ± 0.3",
+        "5 planned 9 48 1 05-07 00:00:07 – 00:00:07 1.000 0 +2.0",
     ]
-    assert (
-        "irregular iterations, not counted above: 7 in period 1, 1.500 s on average; 2 in period 2, "
-        "1.500 s on average"
-    ) in " ".join(lines(report_table(periods)))
+
+
+def test_a_report_fits_80_columns_without_cut_figures() -> None:
+    console = Console(width=80, file=io.StringIO(), force_terminal=True)
+    print_whole(report_table([PERIOD]), to=console)
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert all(len(line) <= 80 for line in re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()), shown
+    assert "…" not in shown
+    for figure in ("10083", "10090", "1.025", "0.002", "780", "+0.0", "0.2", "+22.0"):
+        assert figure in shown
+
+
+@pytest.mark.parametrize(
+    ("periods", "note"),
+    [
+        (
+            [{"gap_time_s": 0.6321, "gap_energy_j": 55.4, "gap_slowed_time_s": 0.0042}],
+            "between iterations, in period 0: 0.632 s and 55.40 J each on average, "
+            "of which clocks cost 4.2 ms at most",
+        ),
+        (
+            [{"irregular_count": 7, "irregular_time_s": 1.5}, {}, {"irregular_count": 2}],
+            "irregular iterations, not counted above: 7 in period 0, 1.500 s on average; "
+            "2 in period 2, 0.000 s on average",
+        ),
+        (
+            [{"latency_cost_percent": 0.0}, {"latency_cost_percent": 0.618}, {"latency_cost_percent": -0.1}],
+            "predicted extra energy from the time to set clocks: +0.62 % in period 1; -0.10 % in period 2",
+        ),
+        ([{"gap_time_s": 0.6321}, {}], ""),
+    ],
+    ids=["gaps", "irregular iterations", "set latency", "gaps of an earlier period"],
+)
+def test_what_is_not_in_the_rows_is_noted_below_them(periods: list[dict[str, Any]], note: str) -> None:
+    shown = " ".join(
+        lines(report_table(job_pb2.ReportPeriod(number=n, **each) for n, each in enumerate(periods)))
+    )
+    basis = "slowdown and saved energy against the latest stock baseline"
+    assert shown.partition(basis)[2].strip() == note
+
+
+# --- Events and next steps ----------------------------------------------------------------------------------
 
 
 def test_an_event_is_one_line_even_of_an_unknown_type() -> None:
-    solved = event_pb2.JobEvent(sequence=7, type=event_pb2.JOB_EVENT_TYPE_SOLVED, message="from [1] to [/2]")
-    solved.create_time.FromSeconds(1_767_225_600)
-    newer = event_pb2.JobEvent(sequence=8, type=99, message="new")  # type: ignore[arg-type]
-    shown = lines(event_table([solved, newer]))
-    assert "7 2026-01-01 00:00:00 solved from [1] to [/2]" in shown
-    assert "8 1970-01-01 00:00:00 99 new" in shown
-    unexplained = event_pb2.JOB_EVENT_TYPE_MEASUREMENTS_UNEXPLAINED
-    found = event_pb2.JobEvent(sequence=9, type=unexplained, message="0.2 s remain")
-    assert "9 1970-01-01 00:00:00 measurements_unexplained 0.2 s remain" in lines(event_table([found]))
+    kinds = [event_pb2.JOB_EVENT_TYPE_SOLVED, event_pb2.JOB_EVENT_TYPE_MEASUREMENTS_UNEXPLAINED, 99]
+    events = [
+        event_pb2.JobEvent(sequence=number, type=kind, message="from [1] to [/2]", create_time=SOON)  # type: ignore[arg-type]
+        for number, kind in enumerate(kinds)
+    ]
+    assert lines(event_table(events))[3:-1] == [
+        "0 2026-01-01 00:00:00 solved from [1] to [/2]",
+        "1 2026-01-01 00:00:00 measurements_unexplained from [1] to [/2]",
+        "2 2026-01-01 00:00:00 99 from [1] to [/2]",
+    ]
 
 
 def test_a_gap_is_described_in_plain_words() -> None:
-    gap = job_service_pb2.WatchGap
-    deleted = gap_text(gap(first_missed_sequence=3, last_missed_sequence=9))
-    assert deleted == "events 3 to 9 are no longer stored"
-    assert gap_text(gap(missed_iteration_count=12)) == "12 iterations were dropped: this reader was too slow"
+    gap = job_service_pb2.WatchGap(first_missed_sequence=3, last_missed_sequence=9, missed_iteration_count=12)
+    assert gap_text(gap) == (
+        "events 3 to 9 are no longer stored; 12 iterations were dropped: this reader was too slow"
+    )
 
 
 @pytest.mark.parametrize("reason", [*StallReason, *StockReason, None])
@@ -374,7 +386,7 @@ def test_the_commands_of_every_next_step_exist(reason: StallReason | StockReason
     assert commands
     for program, *arguments in commands:
         assert program == "perseus"
-        assert CliRunner().invoke(app, [*arguments, "--help"]).exit_code == 0, arguments
+        assert perseus("", *arguments, "--help").exit_code == 0, arguments
         for option, value in pairwise(arguments):
             if option == "--type":
                 assert event_pb2.JobEventType.Value(f"JOB_EVENT_TYPE_{value.upper()}")

@@ -1,7 +1,6 @@
 """`perseus serving`: what an agent answers, as tables and for scripts, and where there is none."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,10 +106,3 @@ def test_an_unknown_instance_is_one_clear_error() -> None:
     assert (
         "expected one of the agent's instances (chat, new), found 'chta': did you mean chat?" in result.output
     )
-
-
-def test_no_agent_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.undo()
-    result = CliRunner().invoke(app, ["serving", "list", "--socket", str(tmp_path / "none.sock")])
-    assert result.exit_code == 1
-    assert "no agent at" in result.output

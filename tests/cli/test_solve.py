@@ -88,22 +88,6 @@ def test_the_table_of_moved_layers_states_what_it_assumes(profile: Path) -> None
     assert "Memory is not considered" in text(result)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--rebalance",), "--rebalance: expected together with --layers"),
-        (("--layers", "4"), "--rebalance: expected together with --layers"),
-        (("--rebalance", "--layers", "4,four"), "a whole number for each stage"),
-        (("--rebalance", "--layers", "4,4,4"), "expected a number for each stage, 2 in all, found 3"),
-        (("--rebalance", "--layers", "4,0"), "expected 1 to 10000 in stage 1, chunk 0, found 0"),
-    ],
-)
-def test_layers_that_do_not_fit_are_refused(profile: Path, flags: tuple[str, ...], message: str) -> None:
-    result = run("solve", profile, "--microbatches", 4, *flags)
-    assert result.exit_code == 2
-    assert message in text(result)
-
-
 def test_blocking_power_by_clock_is_counted_in_the_frontier_and_its_plans(
     tmp_path: Path, profile: Path, frontier: Path
 ) -> None:
@@ -205,14 +189,6 @@ def test_times_without_an_error_beside_others_are_counted(profile: Path) -> None
     assert "No standard errors" not in text(run("solve", profile, *flags, "--assume-error-percent", 2))
 
 
-@pytest.mark.parametrize("confidence", [-0.1, 1.5])
-def test_a_confidence_of_a_file_is_a_probability(frontier: Path, confidence: float) -> None:
-    frontier.write_text(json.dumps(load(frontier) | {"confidence": confidence}))
-    result = run("plan", frontier, "--no-slowdown")
-    assert result.exit_code == 2
-    assert "confidence: expected" in text(result)
-
-
 @pytest.mark.parametrize("name", ScheduleName)
 def test_every_schedule_is_offered_solved_and_planned(tmp_path: Path, name: ScheduleName) -> None:
     chunk_count = 2 if name in CHUNKED else 1
@@ -231,21 +207,6 @@ def test_every_schedule_is_offered_solved_and_planned(tmp_path: Path, name: Sche
     expected = {(c.stage, c.kind.value) for c in named_schedule(name, 2, 4, chunk_count).computations}
     assert {(row["stage"], row["kind"]) for row in found} == expected
     assert f"`{name}`" in (Path(__file__).parents[2] / "docs" / "frontiers.md").read_text()
-
-
-def test_chunks_beyond_the_schedule_s_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "profile.csv"
-    lines = [f"{row},{chunk}" for row in rows() for chunk in (0, 1)]
-    path.write_text(HEADER.strip() + ",chunk\n" + "\n".join(lines) + "\n")
-    result = run("solve", path, "--microbatches", 4)
-    assert result.exit_code == 2
-    assert "chunk_count: expected 1 on each stage for 1f1b, found 2" in text(result)
-
-
-def test_every_computation_of_the_schedule_must_be_measured(profile: Path) -> None:
-    result = run("solve", profile, "--microbatches", 4, "--schedule", "zb-h1")
-    assert result.exit_code == 2
-    assert "stage 0, chunk 0, backward-input: expected at least one measured clock" in text(result)
 
 
 def test_plot_is_an_image(profile: Path, tmp_path: Path) -> None:
@@ -412,110 +373,6 @@ def test_no_slowdown_is_measured_against_the_highest_clocks_not_against_t_min(tm
         plans.append(load(written))
     assert plans[0] == plans[1]
     assert 0.99 * stock_s < plans[0]["iterationTimeS"] <= stock_s
-
-
-@pytest.mark.parametrize("flags", [[], ["--no-slowdown", "--iteration-time", 5.0]])
-def test_a_plan_has_one_bound(frontier: Path, flags: list[object]) -> None:
-    result = run("plan", frontier, *flags)
-    assert result.exit_code == 2
-    assert "expected one of --iteration-time and --no-slowdown" in text(result)
-
-
-@pytest.mark.parametrize("asked", ["0.01", "-1", "nan"])
-def test_plan_faster_than_t_min_is_refused(frontier: Path, tmp_path: Path, asked: str) -> None:
-    result = run("plan", frontier, "--iteration-time", asked, "--output", tmp_path / "plan.json")
-    assert result.exit_code == 2
-    assert "--iteration-time" in text(result)
-    assert not (tmp_path / "plan.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("{", "expected a frontier as JSON"),
-        ('{"pointz": []}', "pointz"),
-        (r'{"\ud800": []}', "surrogates not allowed"),
-        (r'{"problem": "\ud800"}', "surrogates not allowed"),
-        ("{}", "stage_count"),
-        ('{"problem": {"stageCount": 1, "schedule": {"named": {"name": 7}}}}', "schedule"),
-    ],
-)
-def test_broken_frontier_file_is_named(tmp_path: Path, content: str, expected: str) -> None:
-    path = tmp_path / "broken.json"
-    path.write_text(content)
-    result = run("plan", path, "--iteration-time", 1)
-    assert result.exit_code == 2
-    assert "broken.json" in text(result)
-    assert expected in text(result)
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (lambda lines: [*lines, "0,forward,900,nan,5"], "row 14"),
-        (lambda lines: [*lines, "0,forward,900,-0.1,5"], "time"),
-        (lambda lines: [*lines, "0,forward,900,0.1,-5"], "energy"),
-        (lambda lines: [*lines, "0,sideways,900,0.1,5"], "sideways"),
-        (lambda lines: [*lines, lines[0]], "row 2"),
-        (lambda lines: [line for line in lines if not line.startswith("1,backward")], "backward"),
-        (
-            lambda lines: [line for line in lines if not line.startswith("1,backward,1000")],
-            "expected stage 1 backward at the stage's highest clock, 1000 MHz",
-        ),
-    ],
-    ids=[
-        "nan",
-        "negative time",
-        "negative energy",
-        "unknown instruction",
-        "duplicate",
-        "no backward",
-        "no highest clock",
-    ],
-)
-def test_bad_profile_is_refused_and_nothing_is_written(tmp_path: Path, change: Any, expected: str) -> None:
-    path = tmp_path / "profile.csv"
-    path.write_text(HEADER + "\n".join(change(rows())) + "\n")
-    output = tmp_path / "frontier.json"
-    output.write_text("precious")
-    result = run("solve", path, "--microbatches", 4, "--output", output)
-    assert result.exit_code == 2
-    assert "profile.csv" in text(result)
-    assert expected in text(result)
-    assert output.read_text() == "precious"
-    assert sorted(child.name for child in tmp_path.iterdir()) == ["frontier.json", "profile.csv"]
-
-
-@pytest.mark.parametrize("flag", ["--output", "--plot"])
-def test_destination_in_no_folder_is_refused_before_solving(profile: Path, tmp_path: Path, flag: str) -> None:
-    result = run("solve", profile, "--microbatches", 4, flag, tmp_path / "nowhere" / "file.png")
-    assert result.exit_code == 2
-    assert flag in text(result)
-
-
-def test_unknown_picture_format_is_named(profile: Path, tmp_path: Path) -> None:
-    result = run("solve", profile, "--microbatches", 4, "--plot", tmp_path / "frontier.docx")
-    assert result.exit_code == 2
-    assert "docx" in text(result)
-    assert not (tmp_path / "frontier.docx").exists()
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--microbatches", 0],
-        ["--microbatches", 4, "--gpus-per-stage", 0],
-        ["--microbatches", 4, "--blocking-power-w", -1],
-        ["--microbatches", 4, "--blocking-power-w", "nan"],
-        ["--microbatches", 4, "--blocking-power-w", "1400=80,700"],
-        ["--microbatches", 4, "--blocking-power-w", "1400=80,1400=70"],
-        ["--microbatches", 4, "--blocking-power-w", "1400=-1"],
-        ["--microbatches", 4, "--points", 1],
-        ["--microbatches", 4, "--schedule", "zigzag"],
-    ],
-)
-def test_bad_flags_are_refused(profile: Path, flags: list[object]) -> None:
-    assert run("solve", profile, *flags).exit_code == 2
 
 
 @needs_a100

@@ -123,23 +123,3 @@ def test_what_does_not_fit_is_named_in_one_line(
     assert f"error: {path}: " in text(result)
     assert expected in text(result)
     assert "Traceback" not in result.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ((), "PROFILE: expected a profile or --graph, found none"),
-        ((EXAMPLE, "--graph", EXAMPLE), "PROFILE: expected a profile or --graph, found both"),
-        ((EXAMPLE,), "--microbatches: expected the number of microbatches of an iteration, found none"),
-        (("--graph", EXAMPLE, "--microbatches", 4), "--microbatches: expected without --graph"),
-        (("--graph", EXAMPLE, "--blocking-power-w", 4), "--blocking-power-w: expected without --graph"),
-        (("--graph", EXAMPLE, "--compare"), "--compare: expected without --graph"),
-        (("--graph", EXAMPLE, "--processes", 2), "--processes: expected without --graph"),
-        (("--graph", EXAMPLE, "--limit-computations", 7), "graph.nodes: expected at most 7 of them, found 8"),
-        (("--graph", "missing.json"), "missing.json: can't be read"),
-    ],
-)
-def test_a_graph_is_the_whole_problem(arguments: tuple[object, ...], expected: str) -> None:
-    result = run("solve", *arguments)
-    assert result.exit_code == 2
-    assert expected in text(result)

@@ -173,26 +173,6 @@ def test_a_profile_of_clocks_has_no_further_settings_in_its_files(tmp_path: Path
     json_format.Parse((tmp_path / "plan.json").read_text(), frontier_pb2.Plan())
 
 
-def test_more_settings_than_a_frontier_can_hold_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "profile.csv"
-    lines = [f"0,forward,1000,0.1,30,k{i}" for i in range(1025)]
-    path.write_text("\n".join([f"{HEADER.strip()},kernel", *lines, "0,backward,1000,0.1,30,k"]) + "\n")
-    result = run("solve", path, "--microbatches", 4)
-    assert result.exit_code == 2
-    assert "expected at most 1024 rows of one computation, found 1025 of stage 0 forward" in text(result)
-
-
-def test_a_wrong_cell_of_a_further_setting_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "profile.csv"
-    path.write_text(with_column("power_limit_w", lambda i: "250 W" if i == 3 else "250"))
-    result = run("solve", path, "--microbatches", 4)
-    assert result.exit_code == 2
-    assert (
-        "profile.csv, row 5, column power_limit_w: expected a finite number of watts (the name ends in _w), "
-        "found '250 W'" in text(result)
-    )
-
-
 def set_member(value: object) -> Change:
     def change(measurement: Any) -> None:
         measurement["furtherSettings"] = value
@@ -238,14 +218,6 @@ def test_differing_setting_names_are_refused(frontier: Path, tmp_path: Path) -> 
     assert result.exit_code == 2
     where = "problem.profiles[1].measurements[2].furtherSettings"
     assert f'{where}: expected an object of power_limit_w, found {{"kernel":' in text(result)
-
-
-def test_a_duplicate_member_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "broken.json"
-    path.write_text('{"problem": {"stageCount": 1, "stageCount": 2}}')
-    result = run("plan", path, "--no-slowdown")
-    assert result.exit_code == 2
-    assert "expected a frontier as JSON, found: member 'stageCount' twice in one object" in text(result)
 
 
 def test_floats_may_come_back_as_integers(frontier: Path, tmp_path: Path) -> None:

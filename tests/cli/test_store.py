@@ -73,26 +73,6 @@ def test_a_store_is_exported_and_imported(database: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("command", "exit_code", "message"),
     [
-        (["check"], 1, "there is no such file"),
-        (["export", "{folder}/out.jsonl"], 1, "there is no such file"),
-        (["export", "{folder}/none/out.jsonl"], 2, "expected a path in an existing folder"),
-        (["import", "{folder}/none.jsonl"], 1, "No such file"),
-    ],
-)
-def test_a_missing_file_gives_one_line_and_is_not_created(
-    tmp_path: Path, command: list[str], exit_code: int, message: str
-) -> None:
-    absent = tmp_path / "absent.db"
-    call = [part.format(folder=tmp_path) for part in command]
-    done = RUNNER.invoke(app, ["store", *call, "--database", str(absent)])
-    assert (done.exit_code, message in done.stderr, done.stderr.count("\n")) == (exit_code, True, 1)
-    assert not absent.exists()
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("command", "exit_code", "message"),
-    [
         (["check"], 0, "the store is consistent"),
         (["export", "{folder}/jobs.jsonl"], 1, "it is locked: is another coordinator running on it?"),
         (["import", "{folder}/empty.jsonl"], 1, "it is locked: is another coordinator running on it?"),
@@ -118,10 +98,3 @@ def test_a_store_in_use_is_only_read(
     found_code, output = asyncio.run(call_while_open())
     assert (found_code, message in output) == (exit_code, True), output
     assert not (folder / "jobs.jsonl").exists()
-
-
-@pytest.mark.parametrize("command", [["coordinator"], ["store", "import", "jobs.jsonl"]])
-def test_several_slots_need_postgresql(database: Path, command: list[str]) -> None:
-    done = RUNNER.invoke(app, [*command, "--slots", "2", "--database", str(database)])
-    assert done.exit_code == 2
-    assert "slots: expected 1, as SQLite serves one coordinator" in " ".join(done.output.split())

@@ -1,4 +1,4 @@
-"""TLS flags: valid combinations; plaintext to other machines must be explicit, and gives a warning."""
+"""TLS: plaintext to other machines must be explicit, and gives a warning."""
 
 import os
 import stat
@@ -7,63 +7,15 @@ from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
-from typer.testing import CliRunner, Result
 
 from perseus import configuration
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.shell import serving
-from perseus.cli.main import app
 from perseus.demo.security import Security
 from perseus.service.server import running
 from perseus.service.settings import CoordinatorSettings
 from perseus.tls.files import Role, TlsFiles, check
-
-OTHERS = "expected {}, or insecure, for an address that other machines can reach"
-
-
-def run(*arguments: object, **environment: str) -> Result:
-    return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "200", **environment})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (
-            ["coordinator", "--listen", "0.0.0.0:0"],
-            f"--listen: {OTHERS.format('tls_certificate and tls_key')}, found '0.0.0.0:0'",
-        ),
-        (["coordinator", "--tls-certificate", "a.pem"], "COORDINATOR_TLS_KEY: expected a path"),
-        (["coordinator", "--tls-key", "a.key"], "--tls-key: expected tls_certificate beside it"),
-        (
-            ["coordinator", "--tls-client-ca", "ca.pem"],
-            "--tls-client-ca: expected tls_certificate beside it",
-        ),
-        (
-            ["coordinator", "--tls-certificate", "a", "--tls-key", "b", "--insecure"],
-            "--insecure: expected no tls_certificate beside it",
-        ),
-        (
-            ["agent", "--coordinator", "coordinator.example:50051"],
-            f"--coordinator: {OTHERS.format('tls_ca')}, found 'coordinator.example:50051'",
-        ),
-        (["agent", "--tls-certificate", "a"], "--tls-certificate: expected tls_ca beside it"),
-        (["agent", "--tls-ca", "a", "--insecure"], "--insecure: expected no tls_ca beside it"),
-        (
-            ["jobs", "list", "--coordinator", "coordinator.example:50051"],
-            f"--coordinator: {OTHERS.format('tls_ca')}, found coordinator.example:50051",
-        ),
-        (["jobs", "list", "--tls-key", "a"], "--tls-key: expected tls_certificate beside it, found a"),
-        (["jobs", "list", "--tls-certificate", "a", "--tls-key", "b"], "--tls-certificate: expected tls_ca"),
-        (["jobs", "list", "--tls-ca", "a", "--insecure"], "--insecure: expected no tls_ca beside it"),
-        (["jobs", "list", "--tls-ca", "/nowhere/ca.pem"], "/nowhere/ca.pem: can't be read: No such file"),
-        (["health", "--tls-ca", "/nowhere/ca.pem"], "/nowhere/ca.pem: can't be read: No such file"),
-    ],
-)
-def test_mistakes_get_one_line_and_exit_code_2(arguments: list[str], expected: str) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    assert expected in result.output
-    assert "Traceback" not in result.output
+from tests.cli.commands import perseus
 
 
 def test_unusable_files_end_the_coordinator_and_the_agent(tmp_path: Path) -> None:
@@ -83,7 +35,7 @@ def test_unusable_files_end_the_coordinator_and_the_agent(tmp_path: Path) -> Non
         ),
     }
     for name, (flags, environment) in commands.items():
-        done = run(name, *flags, **environment)
+        done = perseus(name, *flags, **environment)
         assert done.exit_code == 1
         assert "found another's" in done.stderr
         assert "Traceback" not in done.stderr
@@ -112,36 +64,38 @@ async def test_insecure_gives_a_warning_at_every_start(tmp_path: Path) -> None:
 
 
 def test_a_command_warns_as_well() -> None:
-    result = run("jobs", "list", "--insecure", "--coordinator", "192.0.2.1:1")
+    result = perseus("jobs", "list", "--insecure", "--coordinator", "192.0.2.1:1")
     assert "warning: --insecure: plaintext to 192.0.2.1:1, on another machine" in result.output
 
 
 def test_health_reports_whether_a_coordinator_serves_and_the_reason(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    healthy = run("health", **environment)
+    healthy = perseus("health", **environment)
     assert (healthy.exit_code, healthy.output) == (0, "SERVING\n")
-    unknown = run("health", "--service", "nothing", **environment)
+    unknown = perseus("health", "--service", "nothing", **environment)
     assert unknown.exit_code == 2
-    other_user = run("health", **{**environment, **Security(tmp_path / "other").of_operator()})
+    other_user = perseus("health", **{**environment, **Security(tmp_path / "other").of_operator()})
     assert other_user.exit_code == 1
     assert "is signed by Perseus demo, which is not a CA in tls_ca" in other_user.output
     address = {"PERSEUS_COORDINATOR": environment["PERSEUS_COORDINATOR"]}
-    bare = run("health", **address, PERSEUS_TLS_CA=environment["PERSEUS_TLS_CA"])
+    bare = perseus("health", **address, PERSEUS_TLS_CA=environment["PERSEUS_TLS_CA"])
     assert bare.exit_code == 1
     assert "the coordinator requires a client certificate" in bare.output
-    plain = run("health", **address)
+    plain = perseus("health", **address)
     assert plain.exit_code == 1
     assert "speaks TLS, but the connection was plaintext: expected tls_ca" in plain.output
 
 
 def test_a_small_authority(tmp_path: Path) -> None:
     folder = tmp_path / "ca"
-    assert run("certificates", "authority", "--folder", folder).exit_code == 0
+    assert perseus("certificates", "authority", "--folder", folder).exit_code == 0
     server, agent = tmp_path / "coordinator", tmp_path / "agent"
     names = ["coordinator.example", "10.0.0.7", "::1"]
-    assert run("certificates", "server", *names, "--folder", folder, "--output", server).exit_code == 0
-    made = run("certificates", "client", "gpu-node-17", "--folder", folder, "--output", agent, "--days", 3)
+    assert perseus("certificates", "server", *names, "--folder", folder, "--output", server).exit_code == 0
+    made = perseus(
+        "certificates", "client", "gpu-node-17", "--folder", folder, "--output", agent, "--days", 3
+    )
     assert made.exit_code == 0
     assert f"certificate {agent}.pem, key {agent}.key" in made.output
 
@@ -154,22 +108,24 @@ def test_a_small_authority(tmp_path: Path) -> None:
     assert stat.S_IMODE((folder / "ca.key").stat().st_mode) == 0o600
 
     before = agent.with_suffix(".pem").read_bytes()
-    assert run("certificates", "client", "gpu-node-17", "--folder", folder, "--output", agent).exit_code == 0
+    assert (
+        perseus("certificates", "client", "gpu-node-17", "--folder", folder, "--output", agent).exit_code == 0
+    )
     assert agent.with_suffix(".pem").read_bytes() != before
 
 
 def test_a_renewed_key_keeps_its_readers(tmp_path: Path) -> None:
     folder, stem = tmp_path / "ca", tmp_path / "coordinator"
     key = stem.with_suffix(".key")
-    assert run("certificates", "authority", "--folder", folder).exit_code == 0
+    assert perseus("certificates", "authority", "--folder", folder).exit_code == 0
     renew = ("certificates", "server", "localhost", "--folder", folder, "--output", stem)
-    assert run(*renew).exit_code == 0
+    assert perseus(*renew).exit_code == 0
     before = key.read_bytes()
     key.chmod(0o640)
     if os.geteuid() == 0:
         os.chown(key, 0, 65534)  # like a service's group
     place = key.stat()
-    assert run(*renew).exit_code == 0
+    assert perseus(*renew).exit_code == 0
     assert key.read_bytes() != before
     after = key.stat()
     assert (stat.S_IMODE(after.st_mode), after.st_uid, after.st_gid) == (0o640, place.st_uid, place.st_gid)
@@ -178,16 +134,16 @@ def test_a_renewed_key_keeps_its_readers(tmp_path: Path) -> None:
 
 def test_an_authority_is_never_overwritten_and_names_are_checked(tmp_path: Path) -> None:
     folder = tmp_path / "ca"
-    assert run("certificates", "authority", "--folder", folder).exit_code == 0
-    again = run("certificates", "authority", "--folder", folder)
+    assert perseus("certificates", "authority", "--folder", folder).exit_code == 0
+    again = perseus("certificates", "authority", "--folder", folder)
     assert again.exit_code == 2
     assert "expected no authority there yet" in again.output
-    none = run("certificates", "client", "x", "--folder", tmp_path)
+    none = perseus("certificates", "client", "x", "--folder", tmp_path)
     assert none.exit_code == 2
     assert "expected ca.pem and ca.key of an authority" in none.output
-    long = run("certificates", "client", "x" * 65, "--folder", folder, "--output", tmp_path / "x")
+    long = perseus("certificates", "client", "x" * 65, "--folder", folder, "--output", tmp_path / "x")
     assert long.exit_code == 2
     assert "expected a name of 1 to 64 characters" in long.output
-    lost = run("certificates", "client", "x", "--folder", folder, "--output", tmp_path / "none" / "x")
+    lost = perseus("certificates", "client", "x", "--folder", folder, "--output", tmp_path / "none" / "x")
     assert lost.exit_code == 2
     assert "No such file or directory" in lost.output

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -13,25 +12,27 @@ from unittest.mock import Mock
 import pytest
 from rich.console import Console
 from rich.live import Live
-from typer.testing import CliRunner
 
-from perseus.cli.main import app
 from perseus.cli.terminal import screen_console
-from perseus.cli.top import _show_until_interrupted
+from perseus.cli.top import show_until_interrupted
 from perseus.cli.top_tables import Snapshot, screen, summary
 from perseus.demo.cluster import Cluster
 from perseus.demo.workload import DEMO
 from perseus.service.domain.stall import StockReason, next_step
-from perseus.v1 import job_pb2, power_service_pb2, rank_pb2
+from perseus.v1 import job_pb2, job_service_pb2, power_service_pb2, rank_pb2
+from tests.cli.commands import lines
+from tests.cli.prepared import PreparedCoordinator
+from tests.cli.processes import COMMAND
+from tests.cli.test_requests import ANSWERS
 
-PLANNED, STOCK, FINISHED = job_pb2.JOB_STATE_PLANNED, job_pb2.JOB_STATE_STOCK, job_pb2.JOB_STATE_FINISHED
+STOCK = job_pb2.JOB_STATE_STOCK
 TIMEOUT_S = 30.0
 
 
 def make_job(job_id: str, power_w: float, **changes: object) -> job_pb2.Job:
     job = job_pb2.Job(
         job_id=job_id,
-        state=PLANNED,
+        state=job_pb2.JOB_STATE_PLANNED,
         parallelism=job_pb2.Parallelism(pipeline_count=2, stage_count=4, tensor_count=1),
         rank_counts=job_pb2.RankCounts(connected_count=7),
         figures=job_pb2.JobFigures(
@@ -44,107 +45,75 @@ def make_job(job_id: str, power_w: float, **changes: object) -> job_pb2.Job:
     return job
 
 
-def shown(snapshot: Snapshot, row_count: int = 100, trouble: str = "") -> list[str]:
-    console = Console(file=io.StringIO(), width=160)
-    console.print(screen(snapshot, row_count, trouble))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue().splitlines()
+def feed(name: str, limit_w: float | None) -> power_service_pb2.FeedState:
+    return power_service_pb2.FeedState(feed=name, limit_w=limit_w, measured_w=812.0)
 
 
-def test_jobs_are_sorted_by_power_without_ended_ones() -> None:
-    jobs = [make_job("small", 900.0), make_job("large", 90_000.0), make_job("over", 0.0, state=FINISHED)]
-    lines = shown(Snapshot(jobs))
-    assert lines[0] == "2 jobs (2 planned), 14 GPUs served, 90.9 kW"
-    assert [line.split()[0] for line in lines[2:]] == ["large", "small"]
-    assert lines[2].split()[1:] == ["planned", "7/8", "1.250", "s", "+12.5", "%", "-0.1", "%", "90.00", "kW"]
+STEP = next_step(StockReason.PREDICTIONS_VIOLATED, "b")
+FIGURES = "1.250 s +12.5 % -0.1 %"
+SLOWED = make_job("a", 3.0, straggler_count=2, budget_target_iteration_time_s=1.5)
+AT_STOCK = make_job("b", 2.0, state=STOCK, state_reason="the [model] fails", next_step=STEP)
+NEW = job_pb2.Job(job_id="new", state=job_pb2.JOB_STATE_WAITING, state_reason="so", next_step="wait")
+ENDED = make_job("over", 0.0, state=job_pb2.JOB_STATE_FINISHED)
+RANKS = [rank_pb2.Rank(coordinates=rank_pb2.RankCoordinates(stage=stage)) for stage in range(4)]
 
 
-def test_a_job_without_measurements_shows_none() -> None:
-    (line,) = shown(
-        Snapshot([job_pb2.Job(job_id="new", state=job_pb2.JOB_STATE_WAITING, state_reason="so")])
-    )[2:]
-    assert line.split() == ["new", "waiting", "0/0", "so"]
+def test_jobs_are_sorted_by_power_with_the_reasons_and_next_steps_of_slower_ones() -> None:
+    large = make_job("large", 90_000.0)
+    assert lines(screen(Snapshot([NEW, ENDED, AT_STOCK, SLOWED, large]), 100))[1:] == [
+        "job state GPUs iteration saved slowdown power held by",
+        f"large planned 7/8 {FIGURES} 90.00 kW",
+        f"a planned 7/8 {FIGURES} 0.00 kW 2 stragglers; a power budget: 1.500 s",
+        f"b stock 7/8 {FIGURES} 0.00 kW the [model] fails",
+        "new waiting 0/0 so",
+        *[" ".join(f"b: {STEP}".split())],
+        "new: wait",
+    ]
+    assert lines(screen(Snapshot([NEW, AT_STOCK], job_id="new"), 100))[4:] == ["new: wait"]
+
+
+def test_the_summary_counts_jobs_by_state() -> None:
+    jobs = [make_job("large", 90_000.0), SLOWED, AT_STOCK]
+    assert summary(jobs) == "3 jobs (2 planned, 1 stock), 21 GPUs served, 90.0 kW"
     assert summary([]) == "0 jobs, 0 GPUs served, 0.0 kW"
 
 
-def test_the_reasons_of_a_slower_job_are_shown() -> None:
-    jobs = [
-        make_job("a", 3.0, straggler_count=2, budget_target_iteration_time_s=1.5),
-        make_job("b", 2.0, state=STOCK, state_reason="the [model] fails"),
-    ]
-    first, second = shown(Snapshot(jobs))[2:]
-    assert first.rstrip().endswith("2 stragglers; a power budget: 1.500 s")
-    assert second.rstrip().endswith("the [model] fails")
-
-
-def test_the_next_step_is_shown_where_a_job_stands_still() -> None:
-    step = next_step(StockReason.PREDICTIONS_VIOLATED, "b")
-    jobs = [
-        make_job("a", 3.0),
-        make_job("b", 2.0, state=STOCK, next_step=step),
-        make_job("c", 1.0, next_step="wait"),
-    ]
-    assert f"b: {step} c: wait" in " ".join(" ".join(shown(Snapshot(jobs))).split())
-    assert shown(Snapshot(jobs, job_id="c"))[5:] == ["c: wait"]
-    for width in (80, 120):
-        console = Console(file=io.StringIO(), width=width)
-        console.print(screen(Snapshot(jobs, job_id="b"), 1))
-        assert isinstance(console.file, io.StringIO)
-        assert f"b: {step}" in " ".join(console.file.getvalue().split())
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_next_step_is_whole_on_a_narrow_screen(width: int) -> None:
+    assert f"b: {STEP}" in " ".join(lines(screen(Snapshot([SLOWED, AT_STOCK], job_id="b"), 1), width))
 
 
 def test_on_the_screen_long_lines_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = next_step(StockReason.PREDICTIONS_VIOLATED, "b")
     drawn = Console(
         file=io.StringIO(), width=80, height=40, soft_wrap=screen_console.soft_wrap, force_terminal=True
     )
     monkeypatch.setattr("perseus.cli.top.screen_console", drawn)
     monkeypatch.setattr("time.sleep", Mock(side_effect=KeyboardInterrupt))
-    snapshot = Snapshot([make_job("b", 2.0, state=STOCK, next_step=step)])
+    snapshot = Snapshot([AT_STOCK])
     live = Live(console=drawn, screen=True, auto_refresh=False)
     with live, pytest.raises(KeyboardInterrupt):
-        _show_until_interrupted(live, lambda: snapshot, 1.0, snapshot)
+        show_until_interrupted(live, lambda: snapshot, 1.0, snapshot)
     assert isinstance(drawn.file, io.StringIO)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn.file.getvalue())
-    assert step in " ".join(plain.split())
+    assert STEP in " ".join(plain.split())
 
 
-def test_only_feeds_with_a_limit_are_shown() -> None:
-    feeds = [
-        power_service_pb2.FeedState(feed="hall", limit_w=800.0, measured_w=812.0),
-        power_service_pb2.FeedState(feed="free", measured_w=5.0),
-    ]
-    lines = shown(Snapshot([], feeds))
-    assert lines[1].startswith("hall: 812 W drawn, limit 800 W, NOT KEPT")
-    assert "free" not in "".join(lines)
-
-
-def test_hidden_rows_are_counted_and_trouble_is_on_top() -> None:
+def test_trouble_feeds_with_a_limit_and_the_counts_of_hidden_rows_are_shown() -> None:
     jobs = [make_job(f"job-{number}", number) for number in range(5)]
-    ranks = [rank_pb2.Rank(coordinates=rank_pb2.RankCoordinates(stage=stage)) for stage in range(4)]
-    lines = shown(Snapshot(jobs, (), ranks), row_count=2, trouble="no answer for 4 s")
-    assert lines[1] == "no answer for 4 s"
-    assert "… and 3 more" in lines
-    assert lines[-1] == "… and 2 more"
+    snapshot = Snapshot(jobs, [feed("hall", 800.0), feed("free", None)], RANKS)
+    shown = lines(screen(snapshot, 2, "no answer for 4 s"))
+    assert shown[1:3] == ["no answer for 4 s", "hall: 812 W drawn, limit 800 W, NOT KEPT"]
+    assert [line.split()[0] for line in shown[4:6]] == ["job-4", "job-3"]
+    assert shown[6] == "… and 3 more"
+    assert shown[-1] == "… and 2 more"
 
 
-def test_without_a_terminal_it_prints_once(environment: dict[str, str]) -> None:
-    done = CliRunner().invoke(app, ["top"], env=environment, catch_exceptions=False)
-    assert (done.exit_code, done.stdout.splitlines()[0]) == (0, "0 jobs, 0 GPUs served, 0.0 kW")
-    unknown = CliRunner().invoke(app, ["top", "--job", "none"], env=environment, catch_exceptions=False)
-    assert unknown.exit_code == 2
-    assert "none" in unknown.stderr
-
-
-def test_in_a_narrow_pipe_no_word_is_cut(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = "a-job-with-a-long-name"
-    snapshot = Snapshot([make_job(name, 3.0, state=STOCK, state_reason="no stage can have other clocks")])
-    monkeypatch.setattr("perseus.cli.top._fetch", lambda *_: snapshot)
-    done = CliRunner().invoke(app, ["top"], env={**environment, "COLUMNS": "40"}, catch_exceptions=False)
-    (line,) = [line for line in done.stdout.splitlines() if name in line]
-    assert line.rstrip().endswith("no stage can have other clocks")
+def test_in_a_narrow_pipe_no_word_is_cut(prepared: PreparedCoordinator) -> None:
+    job = make_job("a-job-with-a-long-name", 3.0, state=STOCK, state_reason="no stage can have other clocks")
+    prepared.answers = {**ANSWERS, "ListJobs": job_service_pb2.ListJobsResponse(jobs=[job])}
+    done = prepared.perseus("top", COLUMNS="40")
+    (line,) = [line for line in done.stdout.splitlines() if job.job_id in line]
+    assert line.rstrip().endswith(job.state_reason)
 
 
 @pytest.mark.slow("a coordinator and a command start and end as processes")
@@ -157,7 +126,7 @@ def test_in_a_terminal_it_survives_the_coordinator_s_end_until_ctrl_c(tmp_path: 
 def watch_its_end(site: Cluster, environment: dict[str, str]) -> None:
     ours, theirs = os.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "perseus.cli", "top", "--interval-s", "0.5"],
+        [*COMMAND, "top", "--interval-s", "0.5"],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

@@ -2,22 +2,20 @@
 
 import sys
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
-from typer.testing import CliRunner
 
-from perseus.cli.main import app
 from perseus.demo import example, grid_scenario, serving_scenario, straggler_scenario
-from perseus.demo.example import ScriptOutcome
 from perseus.demo.grid_scenario import FREE, OVER, GridOutcome
 from perseus.demo.lateness import Lateness
 from perseus.demo.observation import ObservationError
 from perseus.demo.power_log import PowerLog, Sample
-from perseus.demo.serving_scenario import ServingOutcome
 from perseus.demo.straggler_scenario import STOCK, Outcome
 from perseus.demo.summary import Iteration, Measurements
 from perseus.v1 import frontier_pb2, job_service_pb2
+from tests.cli.commands import perseus
 from tests.demo.test_example import trained
 from tests.demo.test_serving_scenario import outcome as served
 
@@ -26,10 +24,30 @@ def test_a_script_that_does_not_attach_is_bad_input(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('training')\n")
     output = tmp_path / "out"
-    result = CliRunner().invoke(app, ["demo", "--script", str(script), "--output", str(output)])
+    result = perseus("demo --script", script, "--output", output)
     assert result.exit_code == 2
     assert f"{script}: expected `from … import …`" in result.output
     assert not any(output.iterdir())
+
+
+def play(patch: pytest.MonkeyPatch, module: ModuleType, outcome: object) -> None:
+    """Let a scenario be over at once, with an outcome or an error."""
+
+    async def scenario(*_: object, **__: object) -> object:
+        print("it runs")
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    patch.setattr(module, SCENARIOS[module], scenario)
+
+
+SCENARIOS = {
+    straggler_scenario: "run_scenario",
+    grid_scenario: "run_grid_scenario",
+    serving_scenario: "run_serving_scenario",
+    example: "show",
+}
 
 
 @pytest.fixture
@@ -42,23 +60,10 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = [Sample(float(second), {"a": 1000.0}, {}) for second in range(1, 81)]
     steps = [FREE, grid_scenario.CUT, grid_scenario.DEEPER, OVER]
     phases = [(step, 20.0 * number, 20.0 * (number + 1)) for number, step in enumerate(steps)]
-
-    async def straggler(*_: object, **__: object) -> Outcome:
-        print("it runs")
-        return Outcome(measurements, frontier_pb2.Frontier(), timeline, timeline)
-
-    async def grid(*_: object, **__: object) -> GridOutcome:
-        print("it runs")
-        return GridOutcome(PowerLog(samples), phases)
-
-    monkeypatch.setattr(straggler_scenario, "run_scenario", straggler)
-
-    async def inference(*_: object, **__: object) -> ServingOutcome:
-        print("it runs")
-        return served(own_w=150.0, ttft_s=0.1)
-
-    monkeypatch.setattr(grid_scenario, "run_grid_scenario", grid)
-    monkeypatch.setattr(serving_scenario, "run_serving_scenario", inference)
+    straggler = Outcome(measurements, frontier_pb2.Frontier(), timeline, timeline)
+    play(monkeypatch, straggler_scenario, straggler)
+    play(monkeypatch, grid_scenario, GridOutcome(PowerLog(samples), phases))
+    play(monkeypatch, serving_scenario, served(own_w=150.0, ttft_s=0.1))
 
 
 TITLES = {
@@ -73,7 +78,7 @@ def test_without_matplotlib_it_says_so_first_and_has_its_table(
     played: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scenario: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = CliRunner().invoke(app, ["demo", "--scenario", scenario, "--output", str(tmp_path)])
+    result = perseus(f"demo --scenario {scenario} --output", tmp_path)
     assert result.exit_code == 0, result.output
     warning, *rest = result.output.splitlines()
     assert "no pictures without matplotlib: pip install 'perseus-energy[plot]'" in warning
@@ -87,80 +92,71 @@ def test_without_matplotlib_it_says_so_first_and_has_its_table(
 def test_the_table_comes_before_the_pictures(
     played: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scenario: str
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device", "x.png")
-
+    full = Mock(side_effect=OSError(28, "No space left on device", "x.png"))
     monkeypatch.setattr(straggler_scenario, "draw", full)
     monkeypatch.setattr(grid_scenario, "draw", full)
     monkeypatch.setattr(serving_scenario, "draw_serving", full)
-    result = CliRunner().invoke(app, ["demo", "--scenario", scenario, "--output", str(tmp_path)])
+    result = perseus(f"demo --scenario {scenario} --output", tmp_path)
     assert result.exit_code == 1
     assert TITLES[scenario] in result.output
     assert "error: x.png: No space left on device" in result.output
 
 
+BUSY = "this machine was too busy"
+
+
 @pytest.mark.parametrize(
-    ("busy", "code", "begin"),
-    [
-        ("", 1, "error: "),
-        ("this machine was too busy", 75, "warning: this machine was too busy. Run it again"),
-    ],
+    ("busy", "code", "begin"), [("", 1, "error: "), (BUSY, 75, f"warning: {BUSY}. Run it again")]
 )
-@pytest.mark.parametrize("scenario", ["serving", "no plan"])
+@pytest.mark.parametrize(
+    ("outcome", "wanted"),
+    [
+        (served(own_w=150.0, ttft_s=0.6), "ttft: expected 99 % in time, found 0.00 %"),
+        (ExceptionGroup("tasks", [ObservationError("expected a plan in force")]), "expected a plan in force"),
+    ],
+    ids=["slow answers", "no plan"],
+)
 def test_what_is_not_as_expected_is_no_error_of_a_busy_machine(
-    played: None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    scenario: str,
     busy: str,
     code: int,
     begin: str,
+    outcome: object,
+    wanted: str,
 ) -> None:
-    async def missed(*_: object, **__: object) -> ServingOutcome:
-        if scenario == "no plan":
-            raise ExceptionGroup("of tasks", [ObservationError("expected a plan in force")])
-        return served(own_w=150.0, ttft_s=0.6)
-
-    monkeypatch.setattr(serving_scenario, "run_serving_scenario", missed)
+    play(monkeypatch, serving_scenario, outcome)
     monkeypatch.setattr(Lateness, "explain", lambda _: busy)
-    result = CliRunner().invoke(app, ["demo", "--scenario", "serving", "--output", str(tmp_path)])
+    result = perseus("demo --scenario serving --output", tmp_path)
     assert result.exit_code == code, result.output
     last = result.output.splitlines()[-1]
     assert last.startswith(begin)
-    wanted = (
-        "expected a plan in force" if scenario == "no plan" else "ttft: expected 99 % in time, found 0.00 %"
-    )
     assert wanted in last
 
 
-def test_figures_as_expected_are_worth_no_word_of_a_busy_machine(
-    played: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("outcome", "code", "last"),
+    [
+        (served(own_w=150.0, ttft_s=0.1), 0, ""),
+        (OSError("No space left on device"), 1, "error: No space left on device"),
+    ],
+    ids=["as expected", "a fault of the machine"],
+)
+def test_a_busy_machine_is_mentioned_only_where_it_explains(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outcome: object, code: int, last: str
 ) -> None:
-    monkeypatch.setattr(Lateness, "explain", lambda _: "this machine was too busy")
-    result = CliRunner().invoke(app, ["demo", "--scenario", "serving", "--output", str(tmp_path)])
-    assert result.exit_code == 0
+    play(monkeypatch, serving_scenario, outcome)
+    monkeypatch.setattr(Lateness, "explain", lambda _: BUSY)
+    result = perseus("demo --scenario serving --output", tmp_path)
+    assert result.exit_code == code
+    assert result.output.splitlines()[-1].startswith(last)
     assert "too busy" not in result.output
 
 
-def test_a_fault_of_the_machine_is_an_error_also_if_it_is_busy(
-    played: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    async def full(*_: object, **__: object) -> ServingOutcome:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(serving_scenario, "run_serving_scenario", full)
-    monkeypatch.setattr(Lateness, "explain", lambda _: "this machine was too busy")
-    result = CliRunner().invoke(app, ["demo", "--scenario", "serving", "--output", str(tmp_path)])
-    assert (result.exit_code, result.output.splitlines()[-1]) == (1, "error: No space left on device")
-
-
 def test_a_script_is_judged_after_its_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    async def slow(*_: object, **__: object) -> ScriptOutcome:
-        return trained(1.322, 103.2, "planned → solving: predictions violated")
-
-    monkeypatch.setattr(example, "show", slow)
+    play(monkeypatch, example, trained(1.322, 103.2, "planned → solving: predictions violated"))
     (script := tmp_path / "train.py").touch()
-    result = CliRunner().invoke(app, ["demo", "--script", str(script), "--output", str(tmp_path / "out")])
+    result = perseus("demo --script", script, "--output", tmp_path / "out")
     assert result.exit_code == 1, result.output
     assert result.output.index("+32.2 %") < result.output.index("error: plan: expected it to stay in force")
 
@@ -169,7 +165,7 @@ def test_words_are_explained_first_and_it_ends_with_what_is_next(
     played: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(straggler_scenario, "draw", lambda *_: None)
-    result = CliRunner().invoke(app, ["demo", "--output", str(tmp_path)])
+    result = perseus("demo --output", tmp_path)
     assert result.exit_code == 0, result.output
     before, _, after = result.output.partition("it runs")
     assert "stock      the clocks that GPUs have without Perseus" in before

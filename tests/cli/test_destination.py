@@ -3,8 +3,8 @@
 import os
 import socket
 import stat
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,25 +22,17 @@ def write(path: Path, fill: Callable[[BinaryIO], object] = lambda stream: stream
     destination.write(fill)
 
 
-@pytest.fixture
-def _umask() -> Iterator[None]:
-    before = os.umask(0o027)
-    yield
-    os.umask(before)
-
-
-def mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
-@pytest.mark.usefixtures("_umask")
 def test_a_new_file_has_the_umask_and_an_existing_one_keeps_its_mode(tmp_path: Path) -> None:
     new, old = tmp_path / "new", tmp_path / "old"
     old.write_bytes(b"before")
     old.chmod(0o604)
-    write(new)
-    write(old)
-    assert (mode(new), mode(old)) == (0o640, 0o604)
+    before = os.umask(0o027)
+    try:
+        write(new)
+        write(old)
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (new, old)] == [0o640, 0o604]
     assert new.read_bytes() == old.read_bytes() == CONTENT
 
 
@@ -61,16 +53,14 @@ def test_links_are_followed_to_their_end(tmp_path: Path) -> None:
 def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    read: list[bytes] = []
-    reader = threading.Thread(target=lambda: read.append(path.read_bytes()))
-    reader.start()
-    write(path)
-    reader.join()
-    assert read == [CONTENT]
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(path.read_bytes)
+        write(path)
+        assert read.result() == CONTENT
     assert stat.S_ISFIFO(path.stat().st_mode)
 
 
-def test_a_device_is_written_to(tmp_path: Path) -> None:
+def test_a_device_is_written_to() -> None:
     master, slave = os.openpty()
     try:
         path = Path(os.ttyname(slave))

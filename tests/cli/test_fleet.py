@@ -9,16 +9,14 @@ from typing import Any
 import grpc
 import pytest
 import typer
-from google.protobuf import any_pb2
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from perseus.cli import escaping_channel
 from perseus.cli.connection import Connection, escaping
 from perseus.cli.fleet import Fleet
-from perseus.cli.main import app
 from perseus.job_id import slot_of
+from perseus.service.api.statuses import to_status
+from perseus.service.domain.errors import ServedElsewhereError
 from perseus.v1 import (
     event_pb2,
     info_service_pb2,
@@ -30,6 +28,7 @@ from perseus.v1 import (
     power_service_pb2_grpc,
 )
 from tests.agent.coordinator_stub import until
+from tests.cli import commands
 from tests.ports import free_port
 
 JOBS = [f"job-{number}" for number in range(6)]
@@ -65,22 +64,14 @@ class FakeCoordinator(
     def own_jobs(self) -> list[str]:
         return [job_id for job_id in JOBS if slot_of(job_id, self.slot_count) == self.slot]
 
+    def elsewhere(self, slot: int) -> grpc.Status:
+        """Return the refusal of what is of another slot."""
+        address = self.addresses.get(slot, "")
+        return to_status(ServedElsewhereError(address=address, slot=slot, standbys=self.standbys))
+
     async def check(self, slot: int, context: Context) -> None:
         if slot != self.slot:
-            detail = any_pb2.Any()
-            metadata = {
-                "address": self.addresses.get(slot, ""),
-                "slot": str(slot),
-                "standbys": ",".join(self.standbys),
-            }
-            detail.Pack(
-                error_details_pb2.ErrorInfo(reason="SERVED_ELSEWHERE", domain="perseus", metadata=metadata)
-            )
-            code = grpc.StatusCode.UNAVAILABLE.value[0]
-            status = status_pb2.Status(
-                code=code, message=f"slot {slot} is served elsewhere", details=[detail]
-            )
-            await context.abort_with_status(rpc_status.to_status(status))
+            await context.abort_with_status(self.elsewhere(slot))
 
     async def ListCoordinators(  # noqa: N802 - gRPC's name
         self, request: info_service_pb2.ListCoordinatorsRequest, context: Context
@@ -168,12 +159,9 @@ async def coordinators() -> AsyncIterator[list[FakeCoordinator]]:
         await each.stop()
 
 
-async def perseus(coordinator: FakeCoordinator | str, *arguments: str) -> Result:
+async def perseus(coordinator: FakeCoordinator | str, command: str) -> Result:
     address = coordinator if isinstance(coordinator, str) else coordinator.address
-    environment = {"PERSEUS_COORDINATOR": address, "COLUMNS": "200"}
-    return await asyncio.to_thread(
-        lambda: CliRunner().invoke(app, arguments, env=environment, catch_exceptions=False)
-    )
+    return await asyncio.to_thread(commands.perseus, command, PERSEUS_COORDINATOR=address)
 
 
 def jobs_in(listed: Result) -> list[str]:
@@ -185,7 +173,7 @@ async def test_jobs_of_all_slots_are_listed_in_order_with_one_address(
 ) -> None:
     assert all(len(each.own_jobs) > 1 for each in coordinators), "several pages of each"
     for each in coordinators:
-        listed = await perseus(each, "jobs", "list", "--format", "json")
+        listed = await perseus(each, "jobs list --format json")
         assert (listed.exit_code, listed.stderr) == (0, "")
         assert jobs_in(listed) == JOBS
 
@@ -196,7 +184,7 @@ async def test_who_does_not_answer_and_what_nobody_serves_is_said_in_one_line(
     for each in coordinators:
         each.slot_count = 3
     await coordinators[1].stop()
-    listed = await perseus(coordinators[0], "jobs", "list", "--format", "json")
+    listed = await perseus(coordinators[0], "jobs list --format json")
     assert listed.exit_code == 1
     assert jobs_in(listed) == coordinators[0].own_jobs
     (line,) = listed.stderr.splitlines()
@@ -210,7 +198,7 @@ async def test_a_coordinator_that_may_not_be_followed_to_is_named(
     coordinators: list[FakeCoordinator],
 ) -> None:
     coordinators[0].addresses[1] = "10.0.0.1:50051"
-    listed = await perseus(coordinators[0], "jobs", "list", "--format", "json")
+    listed = await perseus(coordinators[0], "jobs list --format json")
     assert jobs_in(listed) == coordinators[0].own_jobs
     assert "slot 1 is served at '10.0.0.1:50051', which may not be followed" in listed.stderr
 
@@ -218,7 +206,7 @@ async def test_a_coordinator_that_may_not_be_followed_to_is_named(
 async def test_an_older_coordinator_is_a_fleet_of_one() -> None:
     older = FakeCoordinator(0, {}, slot_count=1)  # type: ignore[abstract]
     await older.start(knows_slots=False)
-    listed = await perseus(older, "jobs", "list", "--format", "json")
+    listed = await perseus(older, "jobs list --format json")
     await older.stop()
     assert (listed.exit_code, jobs_in(listed), listed.stderr) == (0, JOBS, "")
 
@@ -228,10 +216,10 @@ async def test_a_command_about_a_job_is_answered_where_that_is_served(
 ) -> None:
     for job_id in JOBS:
         for each in coordinators:
-            shown = await perseus(each, "jobs", "show", job_id, "--format", "json")
+            shown = await perseus(each, f"jobs show {job_id} --format json")
             served_at = coordinators[slot_of(job_id, 2)].address
             assert json.loads(shown.stdout)["state_reason"] == served_at
-    unknown = await perseus(coordinators[0], "jobs", "show", "jop-1")
+    unknown = await perseus(coordinators[0], "jobs show jop-1")
     assert unknown.exit_code == 2
     assert "did you mean job-1?" in unknown.stderr
 
@@ -241,9 +229,9 @@ async def test_what_nobody_serves_or_may_not_be_followed_is_an_error(
     coordinators: list[FakeCoordinator], address: str
 ) -> None:
     coordinators[0].addresses[1] = address
-    shown = await perseus(coordinators[0], "jobs", "show", coordinators[1].own_jobs[0])
+    shown = await perseus(coordinators[0], f"jobs show {coordinators[1].own_jobs[0]}")
     assert shown.exit_code == 1
-    assert shown.stderr == "error: slot 1 is served elsewhere\n"
+    assert shown.stderr == f"error: {coordinators[0].elsewhere(1).details}\n"
 
 
 async def test_two_hops_are_the_most(coordinators: list[FakeCoordinator]) -> None:
@@ -254,8 +242,8 @@ async def test_two_hops_are_the_most(coordinators: list[FakeCoordinator]) -> Non
     for each in chain:
         await each.start()
     job_id = chain[3].own_jobs[0]
-    assert (await perseus(chain[1], "jobs", "show", job_id)).exit_code == 0
-    assert (await perseus(chain[0], "jobs", "show", job_id)).exit_code == 1
+    assert (await perseus(chain[1], f"jobs show {job_id}")).exit_code == 0
+    assert (await perseus(chain[0], f"jobs show {job_id}")).exit_code == 1
     for each in chain:
         await each.stop()
 
@@ -275,7 +263,7 @@ async def test_a_watch_goes_on_at_the_coordinator_that_takes_over(
     monkeypatch.setattr(escaping_channel, "escape", noted)
     first, other = coordinators
     other.events = 2  # and then it waits
-    watching = asyncio.create_task(perseus(first, "jobs", "watch", other.own_jobs[0], "--format", "json"))
+    watching = asyncio.create_task(perseus(first, f"jobs watch {other.own_jobs[0]} --format json"))
     successor = FakeCoordinator(1, dict(first.addresses))  # type: ignore[abstract]
     successor.events = 4
     await successor.start()
@@ -332,16 +320,16 @@ async def takeover(
     await found.standby.stop()
 
 
-@pytest.mark.parametrize("arguments", [["jobs", "show"], ["jobs", "watch"], ["jobs", "finish", "--yes"]])
+@pytest.mark.parametrize("command", ["jobs show", "jobs watch", "jobs finish --yes"])
 async def test_a_command_waits_for_the_coordinator_that_takes_over_and_says_so(
-    takeover: Takeover, coordinators: list[FakeCoordinator], arguments: list[str]
+    takeover: Takeover, coordinators: list[FakeCoordinator], command: str
 ) -> None:
     job_id = takeover.holder.own_jobs[0]
     addresses = f"{takeover.holder.address},{takeover.standby.address}"
-    answered = await perseus(addresses, *arguments, job_id)
+    answered = await perseus(addresses, f"{command} {job_id}")
     assert (answered.exit_code, takeover.wait_count) == (0, 2)
     assert answered.stderr == f"warning: {takeover.text}: waiting 60 s for a coordinator\n"
-    assert takeover.standby.change_count == ("finish" in arguments)
+    assert takeover.standby.change_count == ("finish" in command)
 
 
 @pytest.mark.parametrize("is_list", [False, True])
@@ -349,31 +337,31 @@ async def test_a_command_that_has_waited_for_too_long_says_who_stands_by(
     takeover: Takeover, is_list: bool
 ) -> None:
     takeover.takes_over = False
-    arguments = ["list"] if is_list else ["show", takeover.holder.own_jobs[0]]
-    failed = await perseus(takeover.standby, "jobs", *arguments)
+    command = "jobs list" if is_list else f"jobs show {takeover.holder.own_jobs[0]}"
+    failed = await perseus(takeover.standby, command)
     assert (failed.exit_code, takeover.wait_count) == (1, 4)
     assert failed.stderr.splitlines()[1:] == [f"error: {takeover.text}; nobody took it over in 60 s"]
 
 
 async def test_without_a_standby_the_coordinator_that_does_not_answer_is_named(takeover: Takeover) -> None:
     takeover.standby.standbys = []
-    failed = await perseus(takeover.standby, "jobs", "show", takeover.holder.own_jobs[0])
+    failed = await perseus(takeover.standby, f"jobs show {takeover.holder.own_jobs[0]}")
     assert (failed.exit_code, takeover.wait_count) == (1, 0)
     assert failed.stderr.startswith(f"error: no coordinator at {takeover.holder.address}: ")
 
 
 async def test_top_has_the_jobs_of_all_and_the_feeds_of_slot_0(coordinators: list[FakeCoordinator]) -> None:
     for each in coordinators:
-        shown = json.loads((await perseus(each, "top", "--format", "json")).stdout)
+        shown = json.loads((await perseus(each, "top --format json")).stdout)
         assert [job["job_id"] for job in shown["jobs"]] == JOBS
         assert [feed["feed"] for feed in shown["feeds"]] == ["known to 0"]
-        feeds = json.loads((await perseus(each, "power", "feeds", "--format", "json")).stdout)
+        feeds = json.loads((await perseus(each, "power feeds --format json")).stdout)
         assert [feed["feed"] for feed in feeds] == ["known to 0"]
-    watched = await perseus(coordinators[0], "power", "watch")
+    watched = await perseus(coordinators[0], "power watch")
     assert watched.exit_code == 1, "it does not go on with what slot 1 knows"
     assert watched.stdout == "known to 0: 0 W drawn, no limit\n"
     await coordinators[0].stop()
-    shown_without = await perseus(coordinators[1], "top", "--format", "json")
+    shown_without = await perseus(coordinators[1], "top --format json")
     assert shown_without.exit_code == 1
     assert json.loads(shown_without.stdout)["feeds"] == []
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from perseus.cli.executor import Executor
+from tests.cli.commands import perseus, text
 from tests.cli.processes import COMMAND, call
 from tests.cli.test_simulate import scenario
-from tests.cli.test_solve import HEADER, rows, run, text
+from tests.cli.test_solve import rows, written
 from tests.service.solving.dask_processes import dask_processes
 
 __all__ = ["scenario"]
@@ -34,32 +35,31 @@ policy = { signal = "price", extra_time_percent = 20, horizon_h = 2 }
 
 @pytest.fixture
 def profiles(tmp_path: Path) -> list[Path]:
-    paths = [tmp_path / f"stages-{count}.csv" for count in range(1, 5)]
-    for count, path in enumerate(paths, 1):
-        path.write_text(HEADER + "\n".join(rows(count)) + "\n")
-    return paths
+    return [written(tmp_path / f"stages-{count}.csv", rows(count)) for count in range(1, 5)]
 
 
 @slow
 def test_many_profiles_give_the_frontiers_of_one_each(profiles: list[Path], tmp_path: Path) -> None:
     options = ("--microbatches", 4, "--blocking-power-w", 50, "--points", 20)
-    shown = run("solve", tmp_path / "*.csv", *options, "--output", tmp_path / "all", "--format", "csv")
+    shown = perseus("solve", tmp_path / "*.csv", *options, "--output", tmp_path / "all", "--format", "csv")
     assert shown.exit_code == 0, shown.output
     found = list(csv.DictReader(shown.stdout.splitlines()))
     assert [row["profile"] for row in found] == [str(path) for path in profiles]
     for path, row in zip(profiles, found, strict=True):
-        alone = run("solve", path, *options, "--output", tmp_path / "one.json", "--format", "json")
+        alone = perseus("solve", path, *options, "--output", tmp_path / "one.json", "--format", "json")
         points = {each["point"]: each for each in json.loads(alone.stdout)}
         assert (tmp_path / "all" / f"{path.stem}.json").read_bytes() == (tmp_path / "one.json").read_bytes()
         assert float(row["t_star_s"]) == points["T*"]["iteration_time_s"]
         assert float(row["t_min_saving_percent"]) == points["T_min"]["saving_percent"]
-    table = text(run("solve", *profiles, *options))
+    table = text(perseus("solve", *profiles, *options))
     assert "frontiers of 4 pipelines" in table
 
 
 @slow
 def test_a_problem_that_fails_does_not_stop_the_others(profiles: list[Path], tmp_path: Path) -> None:
-    result = run("solve", *profiles, "--microbatches", 64, "--output", tmp_path / "all", "--limit-s", 0.001)
+    result = perseus(
+        "solve", *profiles, "--microbatches", 64, "--output", tmp_path / "all", "--limit-s", 0.001
+    )
     assert result.exit_code == 1
     assert text(result).count("took longer than 0.001 s") == 4
 
@@ -82,7 +82,7 @@ def test_bad_input_is_one_line(
     (tmp_path / "other" / "stages-1.csv").write_text(profiles[0].read_text())
     (tmp_path / "bad.csv").write_text("stage\n")
     monkeypatch.chdir(tmp_path)
-    result = run("solve", *profiles, *arguments, "--microbatches", 4)
+    result = perseus("solve", *profiles, *arguments, "--microbatches", 4)
     assert result.exit_code == 2
     assert expected in text(result)
 
@@ -99,7 +99,7 @@ def test_a_sweep_has_a_row_for_each_run(scenario: Path, monkeypatch: pytest.Monk
     in_this_process(monkeypatch)
     sweep = scenario.with_name("sweep.toml")
     sweep.write_text(SWEEP)
-    result = run("simulate", scenario, "--sweep", sweep, "--format", "json")
+    result = perseus("simulate", scenario, "--sweep", sweep, "--format", "json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert [(row["budgets"], row["forecast"], row["policy"], row["seed"]) for row in found] == [
@@ -117,7 +117,7 @@ def test_a_sweep_has_a_table_and_a_picture(scenario: Path, monkeypatch: pytest.M
     in_this_process(monkeypatch)
     sweep, picture = scenario.with_name("sweep.toml"), scenario.with_name("sweep.svg")
     sweep.write_text("seeds = [1, 2]\n")
-    result = run("simulate", scenario, "--sweep", sweep, "--plot", picture)
+    result = perseus("simulate", scenario, "--sweep", sweep, "--plot", picture)
     assert result.exit_code == 0, result.output
     assert "scenario: 2 runs" in text(result)
     assert "as in the scenario" in text(result)
@@ -139,7 +139,7 @@ def test_a_sweep_has_a_table_and_a_picture(scenario: Path, monkeypatch: pytest.M
 def test_a_bad_sweep_is_one_line(scenario: Path, sweep: str, expected: str) -> None:
     path = scenario.with_name("sweep.toml")
     path.write_text(sweep)
-    result = run("simulate", scenario, "--sweep", path)
+    result = perseus("simulate", scenario, "--sweep", path)
     assert result.exit_code == 2
     assert (expected or "policy 'x': job 'x': expected a signal 'carbon', found none") in text(result)
 

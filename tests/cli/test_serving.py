@@ -4,10 +4,9 @@ import json
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from perseus.agent.sidecar import health_client
-from perseus.cli.main import app
+from tests.cli.commands import perseus
 
 SAVINGS: dict[str, Any] = {
     "controlled_h": 12.5,
@@ -64,45 +63,44 @@ def _agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health_client, "ask_instances", lambda path, timeout_s: [CHAT, NEW])
 
 
-def run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["serving", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
 def test_the_list_shows_state_clock_and_load() -> None:
-    text = run("list")
+    text = perseus("serving list").stdout
     assert "chat" in text
     assert "1005 MHz" in text
     assert "210 W" in text
     assert "not controlled: GPU 2: expected a process" in text
     assert "\x1b" not in text
-    assert [each["name"] for each in json.loads(run("list", "--format", "json"))] == ["chat", "new"]
-    assert run("list", "--format", "csv").splitlines()[1].startswith("chat,controlled,,1005,12,0,210.4,480.0")
+    assert [each["name"] for each in json.loads(perseus("serving list --format json").stdout)] == [
+        "chat",
+        "new",
+    ]
+    assert (
+        perseus("serving list --format csv")
+        .stdout.splitlines()[1]
+        .startswith("chat,controlled,,1005,12,0,210.4,480.0")
+    )
 
 
 def test_one_instance_with_its_settings_and_predictions() -> None:
-    text = run("show", "chat")
+    text = perseus("serving show chat").stdout
     assert "0, 1 of user inference" in text
     assert "12 running, 0 waiting, 480 tokens/s, 210 W" in text
     assert "2.00 %" in text
-    assert "None" not in run("show", "new")
+    assert "None" not in perseus("serving show new").stdout
 
 
 def test_a_report_says_what_is_saved_and_how_sure_that_is() -> None:
-    text = run("report", "chat")
+    text = perseus("serving report chat").stdout
     assert "33.3 ± 2.0 % of stock's energy" in text
     assert "0.500 J/token; stock would use 0.750" in text
     assert "TTFT 99.60%" in text
-    text = run("report", "new")
+    text = perseus("serving report new").stdout
     assert "not known before 3.1 h of control" in text
     assert "None" not in text
-    assert json.loads(run("report", "chat", "--format", "json"))["saving"] == 0.333
+    assert json.loads(perseus("serving report chat --format json").stdout)["saving"] == 0.333
 
 
 def test_an_unknown_instance_is_one_clear_error() -> None:
-    result = CliRunner().invoke(app, ["serving", "show", "chta"])
-    assert result.exit_code == 2
-    assert (
-        "expected one of the agent's instances (chat, new), found 'chta': did you mean chat?" in result.output
-    )
+    result = perseus("serving show chta")
+    expected = "expected one of the agent's instances (chat, new), found 'chta': did you mean chat?"
+    assert (result.exit_code, result.stderr) == (2, f"error: {expected}\n")

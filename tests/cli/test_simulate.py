@@ -1,6 +1,5 @@
 """`perseus simulate`, as users call it."""
 
-import io
 import json
 import re
 from pathlib import Path
@@ -8,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from perseus.cli.simulate import tables
 from perseus.service.domain.power import Budget, Feed, FeedStatus
 from perseus.simulation.replay import Fleet, Replay, ReplayedBudget
-from tests.cli.test_solve import HEADER, rows, run, text
+from tests.cli.commands import perseus, rendered, text
+from tests.cli.test_solve import HEADER, rows, written
 
 SCENARIO = """
 start = 2022-01-01T00:00:00Z
@@ -39,7 +38,7 @@ column = "eur"
 
 @pytest.fixture
 def scenario(tmp_path: Path) -> Path:
-    (tmp_path / "profile.csv").write_text(HEADER + "\n".join(rows()) + "\n")
+    written(tmp_path / "profile.csv", rows())
     (tmp_path / "price.csv").write_text("timestamp,eur\n2022-01-01,0.2\n2022-01-01T01:00,0.3\n")
     path = tmp_path / "scenario.toml"
     path.write_text(SCENARIO)
@@ -47,7 +46,7 @@ def scenario(tmp_path: Path) -> Path:
 
 
 def test_a_table_has_the_results_and_violated_limits(scenario: Path) -> None:
-    result = run("simulate", scenario)
+    result = perseus("simulate", scenario)
     assert result.exit_code == 0, result.output
     assert "2 hours of 1 jobs" in text(result)
     assert "NOT KEPT, pause x" in text(result)
@@ -58,7 +57,7 @@ def test_budgets_are_shown_as_perseus_power_shows_them(scenario: Path) -> None:
     later = '[[budgets]]\nbudget_id = "never"\npercent = 80\nbegin_h = 1.5\ncancelled_h = 1.2\n'
     changed = scenario.read_text().replace("[[jobs]]", feed).replace("percent = 60", "percent = 90")
     scenario.write_text(changed + later)
-    shown = text(run("simulate", scenario))
+    shown = text(perseus("simulate", scenario))
     budget = re.search(r"cut default (\d+), ramp 5 W/s 0.5 – 1 (\d+) in \d+ s kept", shown)
     assert budget is not None, shown
     assert int(budget[2]) <= int(budget[1])
@@ -102,17 +101,14 @@ def test_power_above_a_power_cap_that_falls_is_shown() -> None:
     row: dict[str, Any] = {"job_id": "a-job-with-a-long-name", "iteration_count": 1e4}
     names = ("time_s", "stock_time_s", "energy_j", "stock_energy_j", "carbon_g", "stock_carbon_g", "cost")
     row |= dict.fromkeys((*names, "stock_cost"), 1e6)
-    console = Console(file=io.StringIO(), width=80)
-    console.print(tables(fleet, done, [row]))
-    assert isinstance(console.file, io.StringIO)
-    shown = console.file.getvalue()
+    shown = rendered(tables(fleet, done, [row]), 80)
     assert "1.00 h: default: 1081 W drawn, limit 1000 W, power cap 1050 W" in " ".join(shown.split())
     assert shown.split().count("ABOVE") == 2
     assert "…" not in shown
 
 
 def test_json_has_every_job(scenario: Path) -> None:
-    (job,) = json.loads(run("simulate", scenario, "--format", "json").stdout)
+    (job,) = json.loads(perseus("simulate", scenario, "--format", "json").stdout)
     assert job["job_id"] == "x"
     assert job["energy_j"] < job["stock_energy_j"]
     assert job["cost"] < job["stock_cost"]
@@ -120,7 +116,7 @@ def test_json_has_every_job(scenario: Path) -> None:
 
 
 def test_a_picture_is_drawn(scenario: Path, tmp_path: Path) -> None:
-    result = run("simulate", scenario, "--plot", tmp_path / "fleet.svg")
+    result = perseus("simulate", scenario, "--plot", tmp_path / "fleet.svg")
     assert result.exit_code == 0, result.output
     drawn = (tmp_path / "fleet.svg").read_text()
     assert drawn.startswith("<?xml")
@@ -139,17 +135,15 @@ def test_bad_input_is_one_line_and_no_traceback(
     scenario: Path, name: str, content: str, os_error_text: str
 ) -> None:
     (scenario.parent / name).write_text(content)
-    result = run("simulate", scenario)
+    result = perseus("simulate", scenario)
     assert result.exit_code == 2
     assert os_error_text in text(result)
 
 
 def test_settings_that_agents_do_not_set_are_refused(scenario: Path, tmp_path: Path) -> None:
     limited = [f"{row},300" for row in rows()]
-    (tmp_path / "profile.csv").write_text(
-        HEADER.replace("\n", ",power_limit_w\n") + "\n".join(limited) + "\n"
-    )
-    result = run("simulate", scenario)
+    written(tmp_path / "profile.csv", limited, f"{HEADER.strip()},power_limit_w")
+    result = perseus("simulate", scenario)
     assert result.exit_code == 2
     assert "job 'x': expected clocks alone in" in text(result)
     assert "as agents set nothing else, found the further settings power_limit_w" in text(result)
@@ -157,6 +151,6 @@ def test_settings_that_agents_do_not_set_are_refused(scenario: Path, tmp_path: P
 
 def test_a_wrong_unit_is_warned_of(scenario: Path) -> None:
     scenario.write_text(scenario.read_text().replace("blocking_power_w = 50", "blocking_power_w = 5000"))
-    result = run("simulate", scenario)
+    result = perseus("simulate", scenario)
     assert result.exit_code == 0, result.output
     assert "scenario.toml: job 'x': blocking_power_w: expected a waiting GPU to draw at most" in text(result)

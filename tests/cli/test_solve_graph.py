@@ -3,14 +3,14 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.test_solve import load, run, text
+from tests.cli.commands import perseus, text
+from tests.cli.processes import call
+from tests.cli.test_solve import load
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "graph" / "workflow.json"
@@ -30,17 +30,13 @@ def test_the_documented_commands_print_what_is_documented(tmp_path: Path) -> Non
     for line in commands[1].splitlines():
         words = line.split()
         assert words[0] == "perseus"
-        printed = subprocess.run(
-            [sys.executable, "-m", "perseus.cli", *words[1:]],
-            cwd=tmp_path,
-            env={**os.environ, "COLUMNS": "110", "PYTHONPATH": str(ROOT)},
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
+        ended = call(*words[1:], cwd=tmp_path, environment={"COLUMNS": "110", "PYTHONPATH": str(ROOT)})
+        assert ended.exit_code == 0, ended.stderr
+        printed = ended.stdout.decode()
     assert trimmed(printed) == trimmed(documented[1])
     rows = {
-        row["point"]: row for row in json.loads(run("solve", "--graph", EXAMPLE, "--format", "json").output)
+        row["point"]: row
+        for row in json.loads(perseus("solve", "--graph", EXAMPLE, "--format", "json").output)
     }
     later, now = rows["T*"], rows["no slowdown"]
     less_percent = 100 * (1 - later["energy_j"] / now["energy_j"])
@@ -52,12 +48,10 @@ def test_the_documented_commands_print_what_is_documented(tmp_path: Path) -> Non
 
 def test_plans_are_written_with_the_nodes(tmp_path: Path) -> None:
     frontier, plan = tmp_path / "frontier.json", tmp_path / "plan.json"
-    assert run("solve", "--graph", EXAMPLE, "--points", 10, "--output", frontier).exit_code == 0
-    graph = load(EXAMPLE)
-    assert [node["name"] for node in load(frontier)["graph"]["nodes"]] == [
-        node["name"] for node in graph["nodes"]
-    ]
-    result = run("plan", frontier, "--iteration-time", 12, "--output", plan, "--format", "json")
+    assert perseus("solve", "--graph", EXAMPLE, "--points", 10, "--output", frontier).exit_code == 0
+    names = [node["name"] for node in load(EXAMPLE)["nodes"]]
+    assert [node["name"] for node in load(frontier)["graph"]["nodes"]] == names
+    result = perseus("plan", frontier, "--iteration-time", 12, "--output", plan, "--format", "json")
     rows = json.loads(result.output)
     assert list(rows[0]) == ["node", "resource", "clock_mhz", "start_s", "duration_s", "slowdown_percent"]
     written = load(plan)
@@ -70,33 +64,19 @@ def test_plans_are_written_with_the_nodes(tmp_path: Path) -> None:
 
 def test_a_graph_s_frontier_is_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "frontier.svg"
-    assert run("solve", "--graph", EXAMPLE, "--points", 10, "--plot", picture).exit_code == 0
+    assert perseus("solve --points 10 --graph", EXAMPLE, "--plot", picture).exit_code == 0
     assert picture.read_text().startswith("<?xml")
 
 
-def changed(tmp_path: Path, part: str, index: int, **members: Any) -> Path:
-    document = load(EXAMPLE)
-    document[part][index].update(members)
-    path = tmp_path / "graph.json"
-    path.write_text(json.dumps(document))
-    return path
+CYCLE = "edges: expected no cycle, found 'read-1' → 'draft' → 'answer' → 'read-1'"
+UNKNOWN = "edge 'plan' → 'raed-2': expected two nodes of the graph, found 'raed-2'"
 
 
 @pytest.mark.parametrize(
     ("part", "index", "members", "expected"),
     [
-        (
-            "edges",
-            0,
-            {"earlier": "answer"},
-            "edges: expected no cycle, found 'read-1' → 'draft' → 'answer' → 'read-1'",
-        ),
-        (
-            "edges",
-            1,
-            {"later": "raed-2"},
-            "edge 'plan' → 'raed-2': expected two nodes of the graph, found 'raed-2'",
-        ),
+        ("edges", 0, {"earlier": "answer"}, CYCLE),
+        ("edges", 1, {"later": "raed-2"}, UNKNOWN),
         ("nodes", 0, {"profile": ""}, "node 'plan': expected a profile, found none"),
         ("nodes", 0, {"name": "draft"}, "nodes[4].name: expected each name once, found draft again"),
         ("nodes", 0, {"clock": 5}, 'has no field named "clock" at "GraphProblem.nodes[0]"'),
@@ -117,9 +97,11 @@ def changed(tmp_path: Path, part: str, index: int, **members: Any) -> Path:
 def test_what_does_not_fit_is_named_in_one_line(
     tmp_path: Path, part: str, index: int, members: dict[str, Any], expected: str
 ) -> None:
-    path = changed(tmp_path, part, index, **members)
-    result = run("solve", "--graph", path)
-    assert result.exit_code == 2
-    assert f"error: {path}: " in text(result)
-    assert expected in text(result)
-    assert "Traceback" not in result.output
+    document = load(EXAMPLE)
+    document[part][index].update(members)
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(document))
+    done = perseus("solve --graph", path)
+    assert done.exit_code == 2
+    assert f"error: {path}: " in text(done)
+    assert expected in text(done)

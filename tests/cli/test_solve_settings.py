@@ -4,9 +4,7 @@ import csv
 import json
 import re
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from google.protobuf import json_format
@@ -17,20 +15,19 @@ from perseus.cli.frontier_file import frontier_text, plan_text, problem_from_tex
 from perseus.service.api.translate_problems import problem_from_proto
 from perseus.solver import Pipeline, ProfileError, gpipe, plan_at, read_profile_csv, solve
 from perseus.v1 import frontier_pb2
-from tests.cli.test_solve import HEADER, load, rows, run, text
+from tests.cli.commands import perseus, text
+from tests.cli.test_solve import HEADER, load, rows, written
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "settings" / "profile.csv"
 FLAGS = ("--microbatches", 8, "--gpus-per-stage", 8, "--blocking-power-w", 85)
 # Result of `perseus solve` on the example's rows without a power limit: the same profile with only clocks.
 UNLIMITED = "400"
 
-Change = Callable[[Any], None]
-
 
 @pytest.fixture(scope="module")
 def frontier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("settings") / "frontier.json"
-    result = run("solve", EXAMPLE, *FLAGS, "--output", path)
+    result = perseus("solve", EXAMPLE, *FLAGS, "--output", path)
     assert result.exit_code == 0, result.output
     assert "Settings are of frequency and power_limit_w, 12 a computation." in text(result)
     return path
@@ -42,7 +39,7 @@ def example_rows() -> list[dict[str, str]]:
 
 
 def test_every_setting_of_the_plans_file_is_a_row_of_the_profile(frontier: Path, tmp_path: Path) -> None:
-    result = run("plan", frontier, "--no-slowdown", "--output", tmp_path / "plan.json")
+    result = perseus("plan", frontier, "--no-slowdown", "--output", tmp_path / "plan.json")
     assert result.exit_code == 0, result.output
     measured = {
         (int(row["stage"]), row["instruction"], int(row["frequency"]), float(row["power_limit_w"])): row
@@ -63,14 +60,13 @@ def test_every_setting_of_the_plans_file_is_a_row_of_the_profile(frontier: Path,
 
 def test_a_power_limit_saves_more_than_clocks_alone(frontier: Path, tmp_path: Path) -> None:
     """This also checks the statements of docs/frontiers.md on the example."""
-    clocks = tmp_path / "clocks.csv"
     lines = [
         ",".join(row[column] for column in ("stage", "instruction", "frequency", "time", "energy"))
         for row in example_rows()
         if row["power_limit_w"] == UNLIMITED
     ]
-    clocks.write_text(HEADER + "\n".join(lines) + "\n")
-    assert run("solve", clocks, *FLAGS, "--output", tmp_path / "clocks.json").exit_code == 0
+    clocks = written(tmp_path / "clocks.csv", lines)
+    assert perseus("solve", clocks, *FLAGS, "--output", tmp_path / "clocks.json").exit_code == 0
     with_limit, with_clocks = load(frontier), load(tmp_path / "clocks.json")
     assert with_limit["baseline"] == with_clocks["baseline"]
     assert with_limit["tMinS"] == with_clocks["tMinS"]
@@ -88,7 +84,7 @@ def blocks_of_the_page(language: str) -> list[str]:
 def test_the_page_matches_the_output(frontier: Path, tmp_path: Path) -> None:
     (shown_rows,) = (block for block in blocks_of_the_page("text") if block.startswith("stage,"))
     assert set(shown_rows.splitlines()) <= set(EXAMPLE.read_text().splitlines())
-    assert run("plan", frontier, "--no-slowdown", "--output", tmp_path / "plan.json").exit_code == 0
+    assert perseus("plan", frontier, "--no-slowdown", "--output", tmp_path / "plan.json").exit_code == 0
     (shown,) = map(json.loads, blocks_of_the_page("json"))
     computations = load(tmp_path / "plan.json")["stages"][0]["computations"]
     assert any(shown.items() <= computation.items() for computation in computations)
@@ -105,7 +101,7 @@ def test_a_plan_at_a_points_time_is_that_points(frontier: Path, tmp_path: Path, 
     found = load(frontier)
     point, baseline = found["points"][index], found["baseline"]
     flags = ("--iteration-time", point["iterationTimeS"], "--output", tmp_path / "plan.json")
-    result = run("plan", frontier, *flags)
+    result = perseus("plan", frontier, *flags)
     plan = load(tmp_path / "plan.json")
     assert {name: plan[name] for name in ("iterationTimeS", "energyJ")} == {
         name: pytest.approx(point[name], rel=1e-12) for name in ("iterationTimeS", "energyJ")
@@ -116,44 +112,32 @@ def test_a_plan_at_a_points_time_is_that_points(frontier: Path, tmp_path: Path, 
     assert f"and {plan['energyJ']:.1f} J, {saved_percent:.2f} % saved" in text(result)
 
 
-def test_rows_for_scripts_have_the_used_values(frontier: Path) -> None:
-    result = run("plan", frontier, "--no-slowdown", "--format", "json")
-    first, *_, last = json.loads(result.stdout)
+def test_tables_and_rows_for_scripts_have_the_used_values(frontier: Path) -> None:
+    first, *_, last = json.loads(perseus("plan --no-slowdown --format json", frontier).stdout)
     assert (first["stage"], first["kind"], first["power_limit_w"]) == (0, "backward", [200.0, 400.0])
     assert (last["stage"], last["power_limit_w"]) == (3, [400.0])
-    header, line, *_ = run("plan", frontier, "--no-slowdown", "--format", "csv").stdout.splitlines()
+    header, line, *_ = perseus("plan --no-slowdown --format csv", frontier).stdout.splitlines()
     assert header.endswith(",highest_clock_mhz,power_limit_w")
     assert line.endswith(",200.0 400.0")
+    table = text(perseus("plan --no-slowdown", frontier))
+    assert "power_limit_w" in table
+    assert "200, 400" in table
 
 
-def test_a_table_has_a_column_for_each_further_setting(frontier: Path) -> None:
-    result = run("plan", frontier, "--no-slowdown")
-    assert "power_limit_w" in text(result)
-    assert "200, 400" in text(result)
-
-
-def test_the_note_on_settings_is_not_part_of_the_data(tmp_path: Path) -> None:
-    result = run("solve", EXAMPLE, *FLAGS, "--format", "json")
-    assert json.loads(result.stdout)[0]["point"] == "all-max"
+def test_one_setting_for_all_is_a_baseline_and_the_note_on_settings_is_no_data(tmp_path: Path) -> None:
+    flags = (*FLAGS, "--compare", "--plot", tmp_path / "f.svg", "--format", "json")
+    result = perseus("solve", EXAMPLE, *flags)
+    assert result.exit_code == 0, result.output
+    names = [row["point"] for row in json.loads(result.stdout)]
+    assert names[0] == "all-max"
+    assert {"one setting within T*", "a setting per stage within T*", "EnvPipe within T*"} <= set(names)
     assert "Settings are of frequency and power_limit_w" in " ".join(result.stderr.split())
 
 
-def test_one_setting_for_all_is_a_baseline(tmp_path: Path) -> None:
-    result = run("solve", EXAMPLE, *FLAGS, "--compare", "--plot", tmp_path / "f.svg", "--format", "json")
-    assert result.exit_code == 0, result.output
-    names = {row["point"] for row in json.loads(result.stdout)}
-    assert {"one setting within T*", "a setting per stage within T*", "EnvPipe within T*"} <= names
-
-
-def with_column(name: str, value: Callable[[int], str]) -> str:
-    header, *lines = (HEADER + "\n".join(rows())).splitlines()
-    return "\n".join([f"{header},{name}", *(f"{line},{value(i)}" for i, line in enumerate(lines))]) + "\n"
-
-
 def test_computations_may_have_no_setting_in_common(tmp_path: Path) -> None:
-    path = tmp_path / "profile.csv"
-    path.write_text(with_column("kernel", lambda i: f"kernel-{i}"))
-    result = run("solve", path, "--microbatches", 4, "--compare", "--format", "json")
+    lines = [f"{row},kernel-{number}" for number, row in enumerate(rows())]
+    path = written(tmp_path / "profile.csv", lines, f"{HEADER.strip()},kernel")
+    result = perseus("solve --microbatches 4 --compare --format json", path)
     assert result.exit_code == 0, result.output
     names = {row["point"] for row in json.loads(result.stdout)}
     assert "EnvPipe within T*" in names
@@ -161,63 +145,44 @@ def test_computations_may_have_no_setting_in_common(tmp_path: Path) -> None:
 
 
 def test_a_profile_of_clocks_has_no_further_settings_in_its_files(tmp_path: Path) -> None:
-    path = tmp_path / "profile.csv"
-    path.write_text(HEADER + "\n".join(rows()) + "\n")
-    assert run("solve", path, "--microbatches", 4, "--output", tmp_path / "frontier.json").exit_code == 0
-    flags = ("--no-slowdown", "--output", tmp_path / "plan.json")
-    result = run("plan", tmp_path / "frontier.json", *flags)
-    assert result.exit_code == 0
-    for name in ("frontier.json", "plan.json"):
-        assert "furtherSettings" not in (tmp_path / name).read_text()
-    json_format.Parse((tmp_path / "frontier.json").read_text(), frontier_pb2.Frontier())
-    json_format.Parse((tmp_path / "plan.json").read_text(), frontier_pb2.Plan())
-
-
-def set_member(value: object) -> Change:
-    def change(measurement: Any) -> None:
-        measurement["furtherSettings"] = value
-
-    return change
+    frontier, plan = tmp_path / "frontier.json", tmp_path / "plan.json"
+    path = written(tmp_path / "profile.csv", rows())
+    assert perseus("solve --microbatches 4", path, "--output", frontier).exit_code == 0
+    assert perseus("plan --no-slowdown", frontier, "--output", plan).exit_code == 0
+    for file, message in ((frontier, frontier_pb2.Frontier()), (plan, frontier_pb2.Plan())):
+        assert "furtherSettings" not in file.read_text()
+        json_format.Parse(file.read_text(), message)
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("stage", "settings", "expected"),
     [
-        (set_member(5), "expected an object of names and values, found 5"),
-        (set_member({}), "expected a setting beside the clock, found none"),
-        (set_member({"power_limit_w": "400 W"}), "expected a finite number of watts"),
-        (set_member({"power_limit_w": True}), "expected a finite number of watts"),
-        (set_member({"power_limit_w": 10**400}), "expected a finite number of watts"),
-        (set_member({"power_limit_w": [400]}), "expected a finite number of watts"),
-        (set_member({"clock_mhz": 1.0}), "expected another name"),
-        (
-            lambda measurement: measurement.pop("furtherSettings"),
-            "expected an object of power_limit_w, found none",
-        ),
+        (0, 5, "expected an object of names and values, found 5"),
+        (0, {}, "expected a setting beside the clock, found none"),
+        (0, {"power_limit_w": "400 W"}, "expected a finite number of watts"),
+        (0, {"power_limit_w": True}, "expected a finite number of watts"),
+        (0, {"power_limit_w": 10**400}, "expected a finite number of watts"),
+        (0, {"power_limit_w": [400]}, "expected a finite number of watts"),
+        (0, {"clock_mhz": 1.0}, "expected another name"),
+        (0, None, "expected an object of power_limit_w, found none"),
+        (1, {"kernel": "a"}, 'expected an object of power_limit_w, found {"kernel":'),
     ],
 )
 def test_a_frontier_with_wrong_settings_is_named(
-    frontier: Path, tmp_path: Path, change: Change, expected: str
+    frontier: Path, tmp_path: Path, stage: int, settings: object, expected: str
 ) -> None:
     document = load(frontier)
-    change(document["problem"]["profiles"][0]["measurements"][0])
+    measurement = document["problem"]["profiles"][stage]["measurements"][0]
+    del measurement["furtherSettings"]
+    if settings is not None:
+        measurement["furtherSettings"] = settings
     broken = tmp_path / "broken.json"
     broken.write_text(json.dumps(document))
-    result = run("plan", broken, "--no-slowdown")
+    result = perseus("plan --no-slowdown", broken)
     assert result.exit_code == 2
-    assert "broken.json: problem.profiles[0].measurements[0].furtherSettings: " in text(result)
+    where = f"broken.json: problem.profiles[{stage}].measurements[0].furtherSettings: "
+    assert where in text(result)
     assert expected in text(result)
-
-
-def test_differing_setting_names_are_refused(frontier: Path, tmp_path: Path) -> None:
-    document = load(frontier)
-    document["problem"]["profiles"][1]["measurements"][2]["furtherSettings"] = {"kernel": "a"}
-    broken = tmp_path / "broken.json"
-    broken.write_text(json.dumps(document))
-    result = run("plan", broken, "--no-slowdown")
-    assert result.exit_code == 2
-    where = "problem.profiles[1].measurements[2].furtherSettings"
-    assert f'{where}: expected an object of power_limit_w, found {{"kernel":' in text(result)
 
 
 def test_floats_may_come_back_as_integers(frontier: Path, tmp_path: Path) -> None:

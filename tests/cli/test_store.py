@@ -4,18 +4,16 @@ import asyncio
 import csv
 import json
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from perseus.cli.main import app
 from perseus.service.storage.schema import HEAD
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import NewRun
+from tests.cli.commands import perseus
 from tests.service.service_fakes import make_spec
-
-RUNNER = CliRunner()
 
 
 @pytest.fixture
@@ -31,70 +29,65 @@ def database(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", [["store", "check"], ["coordinator", "--check-store"]])
-def test_the_check_reports_problems_by_its_exit_code(database: Path, command: list[str]) -> None:
-    call = [*command, "--database", str(database)]
-    done = RUNNER.invoke(app, call)
-    assert (done.exit_code, done.stdout) == (0, "the store is consistent\n")
-    with sqlite3.connect(database) as connection:
+def damage(database: Path) -> None:
+    with closing(sqlite3.connect(database)) as connection, connection:
         connection.execute("UPDATE runs SET spec = ''")
-    connection.close()
-    done = RUNNER.invoke(app, call)
+
+
+@pytest.mark.parametrize("command", ["store check", "coordinator --check-store"])
+def test_the_check_reports_problems_by_its_exit_code(database: Path, command: str) -> None:
+    done = perseus(f"{command} --database", database)
+    assert (done.exit_code, done.stdout) == (0, "the store is consistent\n")
+    damage(database)
+    done = perseus(f"{command} --database", database)
     assert done.exit_code == 1
     assert "job 'job', run 1: can't be read" in done.stdout
 
 
 def test_the_check_has_findings_for_scripts(database: Path) -> None:
-    call = ["store", "check", "--database", str(database), "--format"]
-    whole = RUNNER.invoke(app, [*call, "json"])
+    whole = perseus("store check --format json --database", database)
     assert (whole.exit_code, json.loads(whole.stdout)) == (0, [])
-    with sqlite3.connect(database) as connection:
-        connection.execute("UPDATE runs SET spec = ''")
-    connection.close()
-    broken = RUNNER.invoke(app, [*call, "json"])
+    damage(database)
+    broken = perseus("store check --format json --database", database)
     ((finding),) = json.loads(broken.stdout)
     assert broken.exit_code == 1
     assert finding["finding"].startswith("job 'job', run 1: can't be read")
-    as_csv = RUNNER.invoke(app, [*call, "csv"])
+    as_csv = perseus("store check --format csv --database", database)
     assert (as_csv.exit_code, list(csv.DictReader(as_csv.stdout.splitlines()))) == (1, [finding])
 
 
 def test_a_store_is_exported_and_imported(database: Path, tmp_path: Path) -> None:
     file, other = tmp_path / "jobs.jsonl", tmp_path / "other.db"
-    done = RUNNER.invoke(app, ["store", "export", str(file), "--database", str(database)])
+    done = perseus("store export", file, "--database", database)
     assert (done.exit_code, done.stdout) == (0, f"exported 3 rows to {file}\n")
-    done = RUNNER.invoke(app, ["store", "import", str(file), "--database", str(other)])
+    done = perseus("store import", file, "--database", other)
     assert (done.exit_code, done.stdout) == (0, f"imported 3 rows from {file}\n")
-    done = RUNNER.invoke(app, ["store", "import", str(file), "--database", str(other)])
+    done = perseus("store import", file, "--database", other)
     assert done.exit_code == 2
     assert "expected an empty database" in done.stderr
+
+
+LOCKED = "it is locked: is another coordinator running on it?"
 
 
 @pytest.mark.parametrize(
     ("command", "exit_code", "message"),
     [
-        (["check"], 0, "the store is consistent"),
-        (["export", "{folder}/jobs.jsonl"], 1, "it is locked: is another coordinator running on it?"),
-        (["import", "{folder}/empty.jsonl"], 1, "it is locked: is another coordinator running on it?"),
+        ("check", 0, "the store is consistent"),
+        ("export {folder}/jobs.jsonl", 1, LOCKED),
+        ("import {folder}/empty.jsonl", 1, LOCKED),
     ],
 )
-def test_a_store_in_use_is_only_read(
-    database: Path, command: list[str], exit_code: int, message: str
+async def test_a_store_in_use_is_only_read(
+    tmp_path: Path, command: str, exit_code: int, message: str
 ) -> None:
-    folder = database.parent
+    database = tmp_path / "jobs.db"
     first = {"format": "perseus-store", "schema": HEAD, "slot_count": 1}
-    (folder / "empty.jsonl").write_text(json.dumps(first))
-    call = ["store", *(part.format(folder=folder) for part in command), "--database", str(database)]
-
-    async def call_while_open() -> tuple[int, str]:
-        store = await SqlStore.open(database)
-        try:
-            done = await asyncio.to_thread(RUNNER.invoke, app, call)
-            await store.write([NewRun(make_spec("other"), 1, 2.0)])
-            return done.exit_code, done.output
-        finally:
-            await store.close()
-
-    found_code, output = asyncio.run(call_while_open())
-    assert (found_code, message in output) == (exit_code, True), output
-    assert not (folder / "jobs.jsonl").exists()
+    (tmp_path / "empty.jsonl").write_text(json.dumps(first))
+    store = await SqlStore.open(database)
+    call = f"store {command.format(folder=tmp_path)} --database"
+    done = await asyncio.to_thread(perseus, call, database)
+    await store.write([NewRun(make_spec("other"), 1, 2.0)])
+    await store.close()
+    assert (done.exit_code, message in done.output) == (exit_code, True), done.output
+    assert not (tmp_path / "jobs.jsonl").exists()

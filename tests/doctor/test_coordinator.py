@@ -78,14 +78,20 @@ async def test_a_wrong_clock_is_reported(address: str, security: Security) -> No
     assert (clocks.verdict, "ahead" in clocks.found) == (BAD, True)
 
 
-async def test_a_missing_coordinator_and_missing_tls_are_reported(address: str, tmp_path: Path) -> None:
-    check = (await checked(Channels("127.0.0.1:1")))["coordinator"]
-    assert check.verdict is BAD
-    assert "Connection refused" in check.found
-    assert "does it run there" in check.advice
-    check = (await checked(Channels(address)))["coordinator"]
-    assert check.found == "the coordinator speaks TLS, but the connection was plaintext: expected tls_ca"
-    assert "does it run there" not in check.advice
+async def test_why_a_coordinator_does_not_answer_is_reported(
+    address: str, security: Security, tmp_path: Path
+) -> None:
+    other = TlsFiles(security.client_certificate, security.client_key, Security(tmp_path / "another").ca)
+    plaintext = "the coordinator speaks TLS, but the connection was plaintext: expected tls_ca"
+    for channels, reason, is_there in (
+        (Channels("127.0.0.1:1"), "Connection refused", False),
+        (Channels(address), plaintext, True),
+        (Channels(address, other), "is not a CA in tls_ca", True),
+    ):
+        check = (await checked(channels))["coordinator"]
+        assert check.verdict is BAD
+        assert reason in check.found
+        assert ("does it run there" in check.advice) is not is_there
 
 
 async def test_local_plaintext_is_good_and_a_client_without_a_token_is_anybody(tmp_path: Path) -> None:
@@ -93,14 +99,6 @@ async def test_local_plaintext_is_good_and_a_client_without_a_token_is_anybody(t
         checks = await checked(Channels(address))
     assert checks["coordinator"].found == "it answers, on this machine"
     assert checks["credential"].found == "anybody, scope operator"
-
-
-async def test_a_wrong_authority_is_named(address: str, security: Security, tmp_path: Path) -> None:
-    other = Security(tmp_path / "another")
-    files = TlsFiles(security.client_certificate, security.client_key, other.ca)
-    check = (await checked(Channels(address, files)))["coordinator"]
-    assert check.verdict is BAD
-    assert "is not a CA in tls_ca" in check.found
 
 
 async def test_of_several_each_is_checked_until_one_serves(tmp_path: Path) -> None:

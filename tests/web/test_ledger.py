@@ -25,7 +25,7 @@ from tests.web.browser import (
     panel,
 )
 from tests.web.ledgers import ENTRIES, NOW, Site, at, serving, table_row
-from tests.web.test_modules import run
+from tests.web.test_modules import TOGETHER, run
 
 pytestmark = in_browser
 
@@ -101,9 +101,6 @@ async def test_a_deleted_job_is_marked_and_has_no_link(site: Site) -> None:
         await expect(page.get_by_role("heading", name="gpt3", level=1)).to_be_visible()
 
 
-TOGETHER = "(m, accounts) => JSON.parse(JSON.stringify(m.together(accounts)))"  # without what is not known
-
-
 async def test_runs_add_up_to_the_coordinators_total_of_their_job(site: Site) -> None:
     reported = await site.ledger("gpt3")
     assert len(reported.entries) == 2
@@ -120,64 +117,6 @@ async def test_runs_add_up_to_the_coordinators_total_of_their_job(site: Site) ->
     for field, value in found.items():
         assert value == pytest.approx(getattr(reported.total, field)), field
     assert {"cost", "carbon_g", "saved_cost", "saved_percent", "price_per_kwh"} <= set(found)
-
-
-async def test_values_unknown_for_one_run_are_unknown_for_the_job(site: Site) -> None:
-    zeros = dict.fromkeys(
-        [
-            *("iteration_count", "unmeasured_iteration_count", "uncompared_energy_kwh"),
-            *("profiling_energy_kwh", "straggler_energy_kwh"),
-        ],
-        0,
-    )
-    one = {**zeros, "energy_kwh": 8.0, "saved_energy_kwh": 2.0, "cost": 4.0, "saved_cost": 1.0}
-    other = {**zeros, "energy_kwh": 5.0, "uncompared_energy_kwh": 5.0}
-    async with browsing() as page:
-        await page.goto(site.url)
-        both = await run(page, "ledger", TOGETHER, [one, other])
-        neither = await run(page, "ledger", TOGETHER, [other, other])
-    assert (both["energy_kwh"], both["saved_energy_kwh"], both["saved_percent"]) == (13.0, 2.0, 20.0)
-    assert not {"cost", "saved_cost", "carbon_g", "price_per_kwh"} & set(both)
-    assert neither["uncompared_energy_kwh"] == 10.0
-    assert not {"saved_energy_kwh", "saved_percent"} & set(neither)
-
-
-async def test_periods_are_those_of_utc(site: Site) -> None:
-    cases = [
-        ("today", "2026-11-22T23:59:59Z", "2026-11-22 00:00 UTC to now"),
-        ("week", "2026-03-02T00:30:00Z", "2026-02-23 00:00 UTC to now"),
-        ("month", "2026-11-01T00:00:00Z", "2026-11-01 00:00 UTC to now"),
-        ("last-month", "2027-01-01T00:00:00Z", "2026-12-01 00:00 to 2027-01-01 00:00 UTC"),
-        ("last-month", "2028-03-31T12:00:00Z", "2028-02-01 00:00 to 2028-03-01 00:00 UTC"),
-    ]
-    async with browsing() as page:
-        await page.goto(site.url)
-        for name, now, words in cases:
-            script = "(m, name, now) => m.periodWords(m.period(name, Date.parse(now)))"
-            assert await run(page, "ledger", script, name, now) == words
-
-
-async def test_amounts_are_never_hidden_by_their_decimals(site: Site) -> None:
-    cases: dict[str, list[tuple[list[float], str]]] = {
-        "kilowattHours": [
-            ([0], "0 kWh"),
-            ([0.1], "0.100 kWh"),
-            ([0.00012345], "0.000123 kWh"),
-            ([1234.56], "1234.6 kWh"),
-        ],
-        "kilowattHoursWithin": [
-            ([2, 0.1043], "2.000 ± 0.104 kWh"),
-            ([0.0002, 0.000013], "0.000200 ± 0.000013 kWh"),
-            ([-1.5, 0.00042], "−1.50000 ± 0.00042 kWh"),
-        ],
-        "money": [([0], "0"), ([1.005], "1.00"), ([0.00321], "0.00321")],
-        "grams": [([0.042], "0.0420 g"), ([400], "400.00 g"), ([1234.5], "1.23 kg"), ([2.5e6], "2.50 t")],
-    }
-    async with browsing() as page:
-        await page.goto(site.url)
-        for name, pairs in cases.items():
-            for given, words in pairs:
-                assert await run(page, "numbers", f"(m, given) => m.{name}(...given)", given) == words
 
 
 async def test_an_empty_ledger_shows_a_message(tmp_path: Path) -> None:

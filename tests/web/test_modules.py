@@ -31,39 +31,83 @@ async def run(page: Page, module: str, script: str, *arguments: Any) -> Any:
     return await page.evaluate(call, [module, list(arguments)])
 
 
+NUMBERS: dict[str, list[tuple[list[float], str]]] = {
+    "joules": [
+        ([0.0251], "25.10 mJ"),
+        ([4e-6], "4.000 µJ"),
+        ([0.5], "0.500 J"),
+        ([797.2], "797 J"),
+        ([1663.67], "1.664 kJ"),
+        ([2.5e7], "25.00 MJ"),
+        *(([value], display.joules(value)) for value in (0.8, 12.3, 99999.0)),
+    ],
+    "watts": [([88.04], "88.0 W"), ([312.4], "312 W"), ([1583.5], "1.58 kW"), ([3.62e6], "3.62 MW")],
+    "seconds": [
+        ([0], "0.000 s"),
+        ([4.5e-5], "45.00 µs"),
+        ([0.0321], "32.10 ms"),
+        ([0.7252], "0.725 s"),
+        ([99.9], "99.900 s"),
+        ([1234.5], "1234.5 s"),
+        ([], "–"),
+    ],
+    "milliseconds": [([1.2e-5], "12.0 µs"), ([0.0183], "18.3 ms"), ([0.2], "200 ms")],
+    "span": [([41], "41 s"), ([185], "3 min 05 s"), ([7800], "2 h 10 min"), ([273600], "3 d 4 h")],
+    "change": [([0.04], "0.0 %"), ([-0.04], "0.0 %"), ([1.25], "+1.3 %"), ([-1.24], "−1.2 %")],
+    "fixed": [([4096], "4096"), ([65536], f"65{NARROW}536"), ([-12345], f"−12{NARROW}345")],
+    "kilowattHours": [
+        ([0], "0 kWh"),
+        ([0.1], "0.100 kWh"),
+        ([0.00012345], "0.000123 kWh"),
+        ([1234.56], "1234.6 kWh"),
+    ],
+    "kilowattHoursWithin": [
+        ([2, 0.1043], "2.000 ± 0.104 kWh"),
+        ([0.0002, 0.000013], "0.000200 ± 0.000013 kWh"),
+        ([-1.5, 0.00042], "−1.50000 ± 0.00042 kWh"),
+    ],
+    "money": [([0], "0"), ([1.005], "1.00"), ([0.00321], "0.00321")],
+    "grams": [([0.042], "0.0420 g"), ([400], "400.00 g"), ([1234.5], "1.23 kg"), ([2.5e6], "2.50 t")],
+}
+
+
 async def test_numbers_have_units_and_as_many_digits_as_are_read(page: Page) -> None:
-    cases: dict[str, list[tuple[float, str]]] = {
-        "joules": [
-            (0.0251, "25.10 mJ"),
-            (4e-6, "4.000 µJ"),
-            (0.5, "0.500 J"),
-            (797.2, "797 J"),
-            (1663.67, "1.664 kJ"),
-            (2.5e7, "25.00 MJ"),
-        ],
-        "watts": [(88.04, "88.0 W"), (312.4, "312 W"), (1583.5, "1.58 kW"), (3.62e6, "3.62 MW")],
-        "seconds": [
-            (0, "0.000 s"),
-            (4.5e-5, "45.00 µs"),
-            (0.0321, "32.10 ms"),
-            (0.7252, "0.725 s"),
-            (99.9, "99.900 s"),
-            (1234.5, "1234.5 s"),
-        ],
-        "milliseconds": [(1.2e-5, "12.0 µs"), (0.0183, "18.3 ms"), (0.2, "200 ms")],
-        "span": [(41, "41 s"), (185, "3 min 05 s"), (7800, "2 h 10 min"), (273600, "3 d 4 h")],
-        "change": [(0.04, "0.0 %"), (-0.04, "0.0 %"), (1.25, "+1.3 %"), (-1.24, "−1.2 %")],
-        "fixed": [(4096, "4096"), (65536, f"65{NARROW}536"), (-12345, f"−12{NARROW}345")],
-    }
-    for name, pairs in cases.items():
-        values = [value for value, _ in pairs]
-        found = await run(page, "numbers", f"(m, values) => values.map((value) => m.{name}(value))", values)
-        assert found == [text for _, text in pairs], name
-    assert await run(page, "numbers", "(m) => [m.joules(NaN), m.seconds(undefined)]") == ["–", "–"]
+    for name, cases in NUMBERS.items():
+        given = [arguments for arguments, _ in cases]
+        found = await run(page, "numbers", f"(m, all) => all.map((given) => m.{name}(...given))", given)
+        assert found == [text for _, text in cases], name
+    assert await run(page, "numbers", "(m) => m.joules(NaN)") == "–"
     ranges = await run(page, "numbers", "(m) => [m.ranges([2, 0, 1, 5]), m.ranges([])]")
     assert ranges == ["0–2, 5", ""]
-    for value in (0.8, 12.3, 797.2, 1663.67, 99999.0, 2.5e7):
-        assert await run(page, "numbers", "(m, value) => m.joules(value)", value) == display.joules(value)
+
+
+TOGETHER = "(m, accounts) => JSON.parse(JSON.stringify(m.together(accounts)))"  # without what is not known
+
+
+async def test_values_unknown_for_one_run_are_unknown_for_the_job(page: Page) -> None:
+    counts = ("iteration_count", "unmeasured_iteration_count")
+    energies = ("uncompared_energy_kwh", "profiling_energy_kwh", "straggler_energy_kwh")
+    zeros = dict.fromkeys((*counts, *energies), 0)
+    one = {**zeros, "energy_kwh": 8.0, "saved_energy_kwh": 2.0, "cost": 4.0, "saved_cost": 1.0}
+    other = {**zeros, "energy_kwh": 5.0, "uncompared_energy_kwh": 5.0}
+    both = await run(page, "ledger", TOGETHER, [one, other])
+    neither = await run(page, "ledger", TOGETHER, [other, other])
+    assert (both["energy_kwh"], both["saved_energy_kwh"], both["saved_percent"]) == (13.0, 2.0, 20.0)
+    assert not {"cost", "saved_cost", "carbon_g", "price_per_kwh"} & set(both)
+    assert neither["uncompared_energy_kwh"] == 10.0
+    assert not {"saved_energy_kwh", "saved_percent"} & set(neither)
+
+
+async def test_periods_are_those_of_utc(page: Page) -> None:
+    for name, now, words in [
+        ("today", "2026-11-22T23:59:59Z", "2026-11-22 00:00 UTC to now"),
+        ("week", "2026-03-02T00:30:00Z", "2026-02-23 00:00 UTC to now"),
+        ("month", "2026-11-01T00:00:00Z", "2026-11-01 00:00 UTC to now"),
+        ("last-month", "2027-01-01T00:00:00Z", "2026-12-01 00:00 to 2027-01-01 00:00 UTC"),
+        ("last-month", "2028-03-31T12:00:00Z", "2028-02-01 00:00 to 2028-03-01 00:00 UTC"),
+    ]:
+        script = "(m, name, now) => m.periodWords(m.period(name, Date.parse(now)))"
+        assert await run(page, "ledger", script, name, now) == words
 
 
 def iteration(number: int, pipeline: int, time_s: float = 1.0, energy_j: float = 100.0) -> dict[str, Any]:

@@ -329,42 +329,45 @@ async def test_policy_and_baseline(site: Site) -> None:
         await expect(controls.get_by_role("button", name="Measure baseline again")).to_be_disabled()
 
 
-@pytest.mark.parametrize("minimum", ["carbon", "cost"])
-async def test_a_policy_with_a_signal_is_set_as_on_the_command_line(site: Site, minimum: str) -> None:
+async def test_policies_with_a_signal_are_set_as_on_the_command_line(site: Site) -> None:
     await site.plan()
-    rule = f"least_{minimum}"
     async with browsing() as page:
         await page.goto(site.of())
         controls = panel(page, "Controls")
         chosen = controls.get_by_label("Policy", exact=True)
         submit = controls.get_by_role("button", name="Set policy")
-        await chosen.select_option(label=f"Least {minimum}, within extra time")
-        await controls.get_by_label("extra time, % more time").fill("7.5")
-        await controls.get_by_label("horizon, h").fill("0.5")  # the least is an hour, the most 366 days
-        await submit.click()
-        assert await controls.locator("input:invalid").count() == 1
-        await controls.get_by_label("horizon, h").fill("8785")
-        await submit.click()
-        assert await controls.locator("input:invalid").count() == 1
-        await controls.get_by_label("extra time, % more time").fill("1001")
-        assert await controls.locator("input:invalid").count() == 2
+        percent, horizon = (
+            controls.get_by_label("extra time, % more time"),
+            controls.get_by_label("horizon, h"),
+        )
+        await chosen.select_option(label="Least carbon, within extra time")
+        # The least horizon is an hour, the most 366 days.
+        for given_percent, given_h, invalid_count in (
+            ("7.5", "0.5", 1),
+            ("7.5", "8785", 1),
+            ("1001", "8785", 2),
+        ):
+            await percent.fill(given_percent)
+            await horizon.fill(given_h)
+            await submit.click()
+            assert await controls.locator("input:invalid").count() == invalid_count
         assert (await site.client.job()).policy.WhichOneof("rule") == "no_slowdown"
 
-        await controls.get_by_label("extra time, % more time").fill("7.5")
-        await controls.get_by_label("horizon, h").fill("36")
+        await percent.fill("7.5")
+        await horizon.fill("36")
         await submit.click()
         await expect(controls.locator(".outcome.well")).to_have_text("The policy is set.")
-        extra = getattr((await site.client.job()).policy, rule).extra_time
+        extra = (await site.client.job()).policy.least_carbon.extra_time
         assert (extra.percent, extra.horizon_s) == (7.5, 36 * 3600)
-        await expect(figure(page, "policy")).to_contain_text(f"Least {minimum} within 7.5 % more time")
+        await expect(figure(page, "policy")).to_contain_text("Least carbon within 7.5 % more time")
         assert await inaccessible(page) == []
 
-        await chosen.select_option(label=f"Least {minimum}, until a time")
+        await chosen.select_option(label="Least cost, until a time")
         await controls.get_by_label("iterations, iterations").fill("4000")
         await controls.get_by_label("time, UTC").fill("2096-02-29T12:30")
         await submit.click()
-        await expect(figure(page, "policy")).to_contain_text(f"Least {minimum} for 4")
-        work = getattr((await site.client.job()).policy, rule).work_until
+        await expect(figure(page, "policy")).to_contain_text("Least cost for 4")
+        work = (await site.client.job()).policy.least_cost.work_until
         assert work.iteration_count == 4000
         assert work.end_time.ToJsonString() == "2096-02-29T12:30:00Z"
         assert await inaccessible(page) == []
@@ -423,37 +426,27 @@ async def test_texts_from_others_are_not_markup(site: Site) -> None:
         assert await page.locator("img").count() == 0
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_nothing_is_inaccessible(site: Site, scheme: Scheme) -> None:
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 360)])
+async def test_nothing_is_inaccessible_or_wider_than_the_screen(
+    site: Site, scheme: Scheme, width: int
+) -> None:
     await site.plan()
     await site.client.register(job_id="waiting")
-    async with browsing(scheme=scheme) as page:
+    async with browsing(scheme=scheme, width=width, height=740) as page:
         await page.goto(site.url)
         await expect(page.get_by_role("link", name="waiting")).to_be_visible()
         assert await inaccessible(page) == []
-        await page.goto(site.of())
-        await expect(panel(page, "Timeline").locator("canvas")).to_be_visible()
-        await expect(panel(page, "Measured").locator("tbody tr").first).to_be_visible()
-        for summary in await page.locator("details > summary").all():
-            await summary.click()
-        assert await inaccessible(page) == []
-
-
-async def test_everything_fits_a_telephone(site: Site) -> None:
-    await site.plan()
-    async with browsing(width=360, height=740) as page:
-        await page.goto(site.url)
-        await expect(page.get_by_role("link", name="job", exact=True)).to_be_visible()
         assert not await is_scrolled_sideways(page)
-        assert await inaccessible(page) == []
         await page.get_by_role("link", name="job", exact=True).click()
         await expect(panel(page, "Timeline").locator("canvas")).to_be_visible()
         await expect(panel(page, "Measured").locator("tbody tr").first).to_be_visible()
-        assert not await is_scrolled_sideways(page)
-        assert await inaccessible(page) == []
         places = panel(page, "Frontier").locator(".scroll")
         hidden_px = "places => places.scrollWidth - places.clientWidth"
         assert await places.evaluate(hidden_px) == 0, "the last column has the energy saved"
+        for summary in await page.locator("details > summary").all():
+            await summary.click()
+        assert await inaccessible(page) == []
+        assert not await is_scrolled_sideways(page)
 
 
 async def test_the_keyboard_is_enough(site: Site) -> None:

@@ -15,6 +15,7 @@ from perseus.grid.dsx_flex.commands import (
     PublishAlert,
     PublishStatus,
     TargetsReceived,
+    Verdict,
 )
 from perseus.grid.dsx_flex.gateway import Gateway
 from perseus.grid.dsx_flex.values import Constraint, FeedReading, Target, TargetSet, Trace
@@ -134,12 +135,17 @@ class Driven:
                 commands += self.gateway.handle(BudgetAnswered(self.coordinator.cancel(budget_id)), now_s)
 
 
-def answers(commands: list[Command]) -> list[Answer]:
-    return [each for each in commands if isinstance(each, Answer)]
+def verdicts(commands: list[Command]) -> list[Verdict]:
+    return [each.verdict for each in commands if isinstance(each, Answer)]
 
 
 def statuses(commands: list[Command]) -> list[PublishStatus]:
     return [each for each in commands if isinstance(each, PublishStatus)]
+
+
+def active(reported: PublishStatus, feed: str = "hall-a") -> list[bool]:
+    """Return for each target of a feed whether it is reported as active."""
+    return [is_active for _, is_active in reported.feeds[feed].targets]
 
 
 def alerts(commands: list[Command]) -> list[PublishAlert]:

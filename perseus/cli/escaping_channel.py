@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from perseus.tls.channels import Channels
 
-_RETRY_S = 0.5
+RETRY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class EscapingChannel:
                 if takeover.end_s is None:
                     warn(f"{trouble}: waiting {LIMIT_S:g} s for a coordinator")
                 if takeover.may_wait(time.monotonic()):
-                    time.sleep(_RETRY_S)
+                    time.sleep(RETRY_S)
                     takeover.tried_count = 0
                     self.move_on(error)
                     return

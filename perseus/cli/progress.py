@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from perseus.cli.terminal import error_console
 
-_SHOW_AFTER_S = 0.5
+SHOW_AFTER_S = 0.5
 """Work that takes less time shows no progress."""
 
 _MIN_SHARE = 0.005
@@ -36,7 +36,7 @@ def working(description: str, *, is_measured: bool = False) -> Iterator[Report]:
 
     `is_measured`: the block reports its share.
     """
-    with _DelayedProgress(
+    with DelayedProgress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         *([BarColumn(), TextColumn("{task.percentage:>3.0f} %")] if is_measured else []),
@@ -58,13 +58,14 @@ def working(description: str, *, is_measured: bool = False) -> Iterator[Report]:
         yield report
 
 
-class _DelayedProgress(Progress):
+class DelayedProgress(Progress):
     """Progress that appears only after a delay."""
 
     _begun_s: float | None = None
 
     def get_renderables(self) -> Iterable[RenderableType]:
+        """Yield what is shown: nothing during the delay."""
         now_s = time.monotonic()
         self._begun_s = self._begun_s or now_s
-        if now_s >= self._begun_s + _SHOW_AFTER_S:
+        if now_s >= self._begun_s + SHOW_AFTER_S:
             yield from super().get_renderables()

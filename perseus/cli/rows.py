@@ -34,7 +34,7 @@ EnumDescriptor: TypeAlias = Any
 Row = Mapping[str, Any]
 
 _TIME = "google.protobuf.Timestamp"
-_UNKNOWN_WHILE_ZERO = {
+UNKNOWN_WHILE_ZERO = {
     f"perseus.v1.{field}": deciding or field.split(".")[1]
     for field, deciding in {
         "Baseline.energy_j": "",
@@ -135,7 +135,7 @@ def row_of(message: "Message") -> dict[str, Any]:
 def _value(message: "Message", field: FieldDescriptor, is_present: bool) -> Any:
     if field.has_presence and not is_present:
         return None
-    deciding = _UNKNOWN_WHILE_ZERO.get(field.full_name)
+    deciding = UNKNOWN_WHILE_ZERO.get(field.full_name)
     if deciding is not None and not getattr(message, deciding):
         return None
     value = getattr(message, field.name)

@@ -48,9 +48,9 @@ class PreparedCoordinator(grpc.GenericRpcHandler):
         self.answers: Mapping[str, Answer] = {}
         self.requests: list[Message] = []
 
-    def perseus(self, command: str, **options: str) -> Result:
+    def perseus(self, command: str, *, answer: str | None = None, **environment: str) -> Result:
         """Run a command line that asks this coordinator."""
-        return perseus(command, PERSEUS_COORDINATOR=self.address, **options)
+        return perseus(command, answer=answer, PERSEUS_COORDINATOR=self.address, **environment)
 
     def service(self, details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
         """Return the handler of a method."""
@@ -69,7 +69,7 @@ class PreparedCoordinator(grpc.GenericRpcHandler):
                 case (grpc.StatusCode() as code, str(details)):
                     context.abort(code, details)
                 case several:
-                    yield from several  # type: ignore[misc]
+                    yield from several
 
         if method.server_streaming:
             return grpc.unary_stream_rpc_method_handler(answers, read, write)

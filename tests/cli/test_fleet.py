@@ -251,7 +251,7 @@ async def test_two_hops_are_the_most(coordinators: list[FakeCoordinator]) -> Non
 async def test_a_watch_goes_on_at_the_coordinator_that_takes_over(
     coordinators: list[FakeCoordinator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(escaping_channel, "_RETRY_S", 0.01)
+    monkeypatch.setattr(escaping_channel, "RETRY_S", 0.01)
     heard: list[object] = []
     escape = escaping_channel.escape
 

@@ -72,11 +72,13 @@ def answers(texts: list[str]) -> dict[str, Answer]:
     """Return an answer to every call, with those texts."""
     again = itertools.cycle(texts)
     found: dict[str, Answer] = {name: filled(method.output_type, again) for name, method in METHODS.items()}
-    watch = job_service_pb2.WatchJobResponse.DESCRIPTOR.fields_by_name
-    found["WatchJob"] = [
-        job_service_pb2.WatchJobResponse(**{update: filled(watch[update].message_type, again)})
-        for update in ("job", "event", "iteration", "gap")
-    ]
+    updates = []
+    for name in ("job", "event", "iteration", "gap"):
+        update = job_service_pb2.WatchJobResponse()
+        part = getattr(update, name)
+        part.CopyFrom(filled(part.DESCRIPTOR, again))
+        updates.append(update)
+    found["WatchJob"] = updates
     return found | {"WatchFeeds": [filled(METHODS["WatchFeeds"].output_type, again)]}
 
 

@@ -96,7 +96,7 @@ UNTIL = job_pb2.LeastSignal(work_until=job_pb2.WorkUntil(iteration_count=500, en
 SAVING = job_pb2.Saving(slowdown_percent=1.3, energy_percent=9.3, energy_margin_percent=1.4)
 
 
-def by_signal(state: job_pb2.SignalTargetState.ValueType = FOLLOWING, **known: float) -> dict[str, Any]:
+def by_signal(state: job_pb2.SignalTargetState.ValueType = FOLLOWING, **known: Any) -> dict[str, Any]:
     target = job_pb2.SignalTarget(
         state=state, start_time=SOON, end_time=LATER, iteration_count=82_285.7, **known
     )

@@ -20,7 +20,7 @@ def test_nothing_is_shown_without_a_terminal(capsys: pytest.CaptureFixture[str])
 def test_quick_work_shows_nothing(monkeypatch: pytest.MonkeyPatch, passed_s: float, is_shown: bool) -> None:
     now_s = 7.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
-    shown = progress._DelayedProgress()
+    shown = progress.DelayedProgress()
     shown.add_task("Working")
     assert list(shown.get_renderables()) == []
     now_s += passed_s
@@ -31,7 +31,7 @@ def test_progress_is_shown_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "has_terminal", lambda: True)
-    monkeypatch.setattr(progress, "_SHOW_AFTER_S", 0.0)
+    monkeypatch.setattr(progress, "SHOW_AFTER_S", 0.0)
     terminal = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "xterm", "COLUMNS": "100"})
     monkeypatch.setattr(progress, "error_console", terminal)
     with progress.working("Solving [/x]", is_measured=True) as report:

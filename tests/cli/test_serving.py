@@ -103,4 +103,4 @@ def test_a_report_says_what_is_saved_and_how_sure_that_is() -> None:
 def test_an_unknown_instance_is_one_clear_error() -> None:
     result = perseus("serving show chta")
     expected = "expected one of the agent's instances (chat, new), found 'chta': did you mean chat?"
-    assert (result.exit_code, result.stderr) == (2, f"error: {expected}\n")
+    assert (result.exit_code, result.stderr) == (2, f"error: NAME: {expected}\n")

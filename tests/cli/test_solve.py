@@ -29,7 +29,7 @@ def rows(stage_count: int = 2, *, time: float = 1.0, energy: float = 1.0) -> lis
     for stage in range(stage_count):
         weight = 1.0 + 0.5 * (stage == stage_count - 1)
         for clock_mhz, slower, cheaper in ((1000, 1.0, 1.0), (800, 1.2, 0.8), (600, 1.6, 0.75)):
-            for kind, time_s, energy_j in (("forward", 0.1, 30), ("backward", 0.2, 60)):
+            for kind, time_s, energy_j in (("forward", 0.1, 30.0), ("backward", 0.2, 60.0)):
                 time_s, energy_j = time_s * weight * slower * time, energy_j * weight * cheaper * energy
                 lines.append(f"{stage},{kind},{clock_mhz},{time_s},{energy_j}")
     return lines

@@ -76,6 +76,12 @@ async def browsing(
     assert unexpected == [], "\n".join(unexpected)
 
 
+async def log_in(page: Page, token: str) -> None:
+    """Log in with a token."""
+    await page.get_by_label("Token").fill(token)
+    await page.get_by_role("button", name="Log in").click()
+
+
 def figure(page: Page, name: str) -> Locator:
     """Return the value of one of the large figures, by its name."""
     named = page.get_by_text(name, exact=True)

@@ -14,8 +14,7 @@ from playwright.async_api import Locator, Page, expect
 from perseus.demo.cluster import Cluster
 from perseus.demo.workload import DEMO
 from tests.service.grpc_fakes import Client
-from tests.web.browser import browsing, panel
-from tests.web.demo import log_in
+from tests.web.browser import browsing, log_in, panel
 from tests.web.fleet import fleet, machine
 from tests.web.ledgers import ENTRIES, serving, table_row
 
@@ -39,7 +38,7 @@ async def _demo(folder: Path) -> None:
                 for job_id, (pipelines, stages) in _WAITING.items():
                     await Client(channel).register(job_id=job_id, pipelines=pipelines, stages=stages)
                 await page.goto(cluster.page_url)
-                await log_in(page, cluster)
+                await log_in(page, cluster.security.token_file.read_text().strip())
                 await page.get_by_role("link", name=DEMO.job_id).click()
                 state = page.locator("#content .state")
                 await expect(state).to_have_text("planned", timeout=_LONG_MS)

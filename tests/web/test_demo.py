@@ -9,8 +9,7 @@ import pytest
 from playwright.async_api import expect
 
 from perseus.demo.cluster import Cluster
-from tests.web.browser import browsing, in_browser, panel
-from tests.web.demo import log_in
+from tests.web.browser import browsing, in_browser, log_in, panel
 from tests.workloads import SMALL
 
 pytestmark = in_browser
@@ -45,7 +44,7 @@ async def test_the_page_shows_the_running_demo(cluster: Cluster) -> None:
     # Before the login, and before there is a timeline, requests may fail.
     async with browsing(expected=["401", "400"]) as page:
         await page.goto(cluster.page_url)
-        await log_in(page, cluster)
+        await log_in(page, cluster.security.token_file.read_text().strip())
         await page.get_by_role("link", name="seen").click()
         state = page.locator("#content .state")
         await expect(state).to_have_text("profiling", timeout=LONG_MS)

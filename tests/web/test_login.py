@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from playwright.async_api import Page, expect
+from playwright.async_api import expect
 
 from perseus.demo.security import Security
 from perseus.service.server import running
@@ -12,7 +12,7 @@ from perseus.v1 import token_service_pb2
 from perseus.v1.token_service_pb2_grpc import TokenServiceStub
 from tests.ports import free_port
 from tests.service.grpc_fakes import TIMEOUT_S, Client, make_secured_settings
-from tests.web.browser import browsing, in_browser, inaccessible, panel
+from tests.web.browser import browsing, in_browser, inaccessible, log_in, panel
 
 pytestmark = in_browser
 
@@ -45,11 +45,6 @@ async def guarded(folder: Path) -> AsyncIterator[Guarded]:
         client = Client(channel)
         await client.register()
         yield Guarded(f"https://{http}", client, security.token_file.read_text().strip())
-
-
-async def log_in(page: Page, token: str) -> None:
-    await page.get_by_label("Token").fill(token)
-    await page.get_by_role("button", name="Log in").click()
 
 
 async def test_logging_in_and_out(tmp_path: Path) -> None:

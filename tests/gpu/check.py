@@ -61,7 +61,7 @@ def check(torch: Any, page: Path) -> bool:
     from tests.gpu import claims, edges, energy, pipeline
     from tests.gpu.edges import NotedProbe
     from tests.gpu.loads import MatrixProducts
-    from tests.gpu.report import Finding, Report, judged
+    from tests.gpu.report import Finding, Report, append, judged
     from tests.gpu.self_tests import self_test_findings
 
     driver = driver_or_why_not()
@@ -141,16 +141,9 @@ def check(torch: Any, page: Path) -> bool:
     name = str(torch.cuda.get_device_name(device))
     report = Report(name, driver, versions, datetime.date.today().isoformat(), tuple(findings))
     Console().print(report.table())
-    append_to(page, report)
-    return report.has_passed
-
-
-def append_to(page: Path, report: Any) -> None:
-    """Put the report on the page, and say so."""
-    from tests.gpu.report import append
-
     append(page, report)
     print(f"put at the end of {page}", file=sys.stderr)
+    return report.has_passed
 
 
 def memory_finding(index: int) -> Any:

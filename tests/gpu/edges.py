@@ -16,7 +16,7 @@ _SETTLING = 20
 
 
 class NotedProbe(Probe):
-    """Notes the times of marks, and sends nothing."""
+    """Notes the times of marks, the host's where they have none, and sends nothing."""
 
     def __init__(self) -> None:
         self.kinds: list[list[Kind]] = []
@@ -39,15 +39,13 @@ class NotedProbe(Probe):
     def begin_computation(
         self, kind: Kind, microbatch: int, chunk: int = 0, time_ns: int | None = None
     ) -> None:
-        assert time_ns is not None
         self.kinds[-1].append(kind)
-        self.begins_ns[-1].append(time_ns)
+        self.begins_ns[-1].append(time.monotonic_ns() if time_ns is None else time_ns)
 
     def end_computation(
         self, kind: Kind, microbatch: int, chunk: int = 0, time_ns: int | None = None
     ) -> None:
-        assert time_ns is not None
-        self.ends_ns[-1].append(time_ns)
+        self.ends_ns[-1].append(time.monotonic_ns() if time_ns is None else time_ns)
 
     def register(self, **_arguments: Any) -> bool:
         return True
@@ -60,28 +58,39 @@ class NotedProbe(Probe):
 
 
 def edge_findings(
-    source: EventSource, launch: Callable[[int], None], synchronize: Callable[[], None]
+    source: EventSource,
+    launch: Callable[[int], None],
+    synchronize: Callable[[], None],
+    *,
+    has_helper: bool = True,
+    monotonic_ns: Callable[[], int] = time.monotonic_ns,
 ) -> list[Finding]:
     """Time computations both ways at once; `launch` takes how many were launched before.
 
     The first iterations are left out: their anchors had few looks, and what those were late wears off slowly.
+    Without a helper the events are looked at whenever the device is synchronised.
     """
     probe = NotedProbe()
-    marks = DeviceMarks(probe, source)
+    marks = DeviceMarks(probe, source, has_helper=has_helper, monotonic_ns=monotonic_ns)
     begun_ns: list[list[int]] = []
     ended_ns: list[list[int]] = []
+
+    def synchronized_ns() -> int:
+        synchronize()
+        if not has_helper:
+            marks.poll()
+        return monotonic_ns()
+
     for _ in range(ITERATIONS):
         begun_ns.append([])
         ended_ns.append([])
         marks.begin_iteration()
         for each in range(COMPUTATIONS):
-            synchronize()
-            begun_ns[-1].append(time.monotonic_ns())
+            begun_ns[-1].append(synchronized_ns())
             marks.begin_computation(Kind.FORWARD, each, 0)
             launch(each)
             marks.end_computation(Kind.FORWARD, each, 0)
-            synchronize()
-            ended_ns[-1].append(time.monotonic_ns())
+            ended_ns[-1].append(synchronized_ns())
         marks.end_iteration()
     marks.finish()
     marks.close()

@@ -4,7 +4,7 @@ import itertools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from statistics import mean, median
@@ -25,7 +25,7 @@ from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.placement import Placement
 from perseus.agent.torch import attach
 from tests.gpu.edges import NotedProbe
-from tests.gpu.energy import predicted, record
+from tests.gpu.energy import Recording, predicted, record
 from tests.gpu.report import Finding, judged
 
 SCHEDULES = {"1F1B": 1, "Interleaved1F1B": 4, "LoopedBFS": 4, "InterleavedZeroBubble": 4}
@@ -83,7 +83,14 @@ def make_step(
     return schedule, step
 
 
-def hook_findings(device: torch.device, connect: Connect, synchronize: Callable[[], None]) -> list[Finding]:
+def hook_findings(
+    device: torch.device,
+    connect: Connect,
+    synchronize: Callable[[], None],
+    *,
+    turns: int = TURNS,
+    iterations: int = ITERATIONS,
+) -> list[Finding]:
     """The host's time that the hook takes of a computation, by schedule, the device running behind.
 
     Without and with the hook by turns: on an H200's host an iteration without it took from 3.7 to 7.2 ms.
@@ -91,21 +98,21 @@ def hook_findings(device: torch.device, connect: Connect, synchronize: Callable[
     findings = []
     for name in SCHEDULES:
         schedule, step = make_step(name, device)
-        bare_s, costs_s = [_host_time_s(step, synchronize)], []
-        for turn in range(TURNS):
+        bare_s, costs_s = [_host_time_s(step, synchronize, iterations)], []
+        for turn in range(turns):
             attachment = attach(schedule, job_id=f"test-{name}-{turn}", connect=connect)
             step()  # the first one registers
             if not turn:
                 count = _marked_count(attachment, step)
-            attached_s = _host_time_s(step, synchronize)
+            attached_s = _host_time_s(step, synchronize, iterations)
             attachment.detach()
-            bare_s.append(_host_time_s(step, synchronize))
+            bare_s.append(_host_time_s(step, synchronize, iterations))
             costs_s.append((attached_s - mean(bare_s[-2:])) / count)
         cost_s, least_s, most_s = median(costs_s), min(costs_s), max(costs_s)
         findings.append(
             judged(
                 f"cost of the hook, {name}, {SCHEDULES[name]} stages",
-                f"{1e6 * cost_s:.1f} µs a computation, {1e6 * least_s:.0f} to {1e6 * most_s:.0f} in {TURNS} "
+                f"{1e6 * cost_s:.1f} µs a computation, {1e6 * least_s:.0f} to {1e6 * most_s:.0f} in {turns} "
                 f"turns ({count} an iteration of {1e3 * median(bare_s):.1f} ms on the host)",
                 f"at most {1e6 * COST_LIMIT_S:.0f} µs",
                 cost_s <= COST_LIMIT_S,
@@ -137,6 +144,7 @@ def training_findings(
     make_stage: Callable[[int], nn.Module] = layers,
     width: int = 16_384,
     durations_s: tuple[float, float] = (40.0, 20.0),
+    record: Callable[[Gpu, Callable[[], Sequence[Span[str]]]], Recording] = record,
 ) -> list[Finding]:
     """The energy of a real training, predicted by the powers of its computations in an earlier part of it.
 
@@ -193,15 +201,15 @@ def _train(
     ]
 
 
-def _host_time_s(step: Callable[[], None], synchronize: Callable[[], None]) -> float:
+def _host_time_s(step: Callable[[], None], synchronize: Callable[[], None], iterations: int) -> float:
     times_s = []
-    for _ in range(ITERATIONS):
+    for _ in range(iterations):
         synchronize()
         begun_s = time.perf_counter()
         step()
         times_s.append(time.perf_counter() - begun_s)
     synchronize()
-    return median(times_s[ITERATIONS // 3 :])
+    return median(times_s[iterations // 3 :])
 
 
 def capture_findings(device: torch.device) -> list[Finding]:

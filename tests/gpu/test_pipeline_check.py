@@ -12,10 +12,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed here; `make 
 
 from perseus.agent.energy.counter import CounterChange  # noqa: E402
 from perseus.agent.energy.regression import Span  # noqa: E402
-from perseus.agent.link.computation import Kind  # noqa: E402
 from perseus.demo import nvml_stub  # noqa: E402
 from tests.agent.fake_gpu import FakeGpu  # noqa: E402
-from tests.gpu import check, pipeline  # noqa: E402
+from tests.gpu import check  # noqa: E402
 from tests.gpu.edges import NotedProbe  # noqa: E402
 from tests.gpu.energy import Recording  # noqa: E402
 from tests.gpu.pipeline import SCHEDULES, alone, hook_findings, training_findings  # noqa: E402
@@ -24,33 +23,17 @@ from tests.gpu.report import Verdict  # noqa: E402
 pytestmark = pytest.mark.slow("imports torch, and trains with it")
 
 
-class HostProbe(NotedProbe):
-    """Marks at the host's times."""
-
-    def begin_computation(
-        self, kind: Kind, microbatch: int, chunk: int = 0, time_ns: int | None = None
-    ) -> None:
-        super().begin_computation(kind, microbatch, chunk, time.monotonic_ns())
-
-    def end_computation(
-        self, kind: Kind, microbatch: int, chunk: int = 0, time_ns: int | None = None
-    ) -> None:
-        super().end_computation(kind, microbatch, chunk, time.monotonic_ns())
-
-
 @pytest.mark.filterwarnings("ignore")  # torch's own
-def test_every_schedule_trains_and_its_computations_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "ITERATIONS", 6)
-    monkeypatch.setattr(pipeline, "TURNS", 2)
+def test_every_schedule_trains_and_its_computations_are_counted() -> None:
     probes: list[NotedProbe] = []
 
     def connect(**_arguments: object) -> NotedProbe:
-        probes.append(HostProbe())
+        probes.append(NotedProbe())
         return probes[-1]
 
     torch.set_num_threads(1)
     with alone():
-        findings = hook_findings(torch.device("cpu"), connect, lambda: None)
+        findings = hook_findings(torch.device("cpu"), connect, lambda: None, turns=2, iterations=6)
     assert len(findings) == len(SCHEDULES) == len(probes) / 2
     counts = [16, 64, 64, 88]  # two kinds; of four stages; three kinds, the first stage's backward whole
     for finding, probe, count in zip(findings, probes[::2], counts, strict=True):
@@ -78,9 +61,7 @@ def counted(_gpu: object, run: Callable[[], Sequence[Span[str]]]) -> Recording:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_powers_of_a_trainings_computations_predict_its_energy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "record", counted)
-
+def test_the_powers_of_a_trainings_computations_predict_its_energy() -> None:
     class Stage(torch.nn.Linear):  # type: ignore[misc, name-defined]
         def forward(self, tensor: Any) -> Any:
             time.sleep(0.01)
@@ -88,8 +69,8 @@ def test_the_powers_of_a_trainings_computations_predict_its_energy(monkeypatch: 
 
     torch.set_num_threads(1)
     *powers, last = training_findings(
-        FakeGpu(), torch.device("cpu"), HostProbe(), lambda: None,
-        make_stage=lambda width: Stage(width, width), width=2048, durations_s=(6.0, 3.0),
+        FakeGpu(), torch.device("cpu"), NotedProbe(), lambda: None,
+        make_stage=lambda width: Stage(width, width), width=2048, durations_s=(6.0, 3.0), record=counted,
     )  # fmt: skip
     assert [each.name for each in powers] == ["power, FORWARD", "power, BACKWARD", "power, waiting"]
     assert last.name == "energy of a training"

@@ -1,13 +1,13 @@
 """Compare the table of versions with those that the attached tests really trained with.
 
-Every rank of `trainers` writes them to a file, which is attached to the report of its test, so that the main
-process gets those of all workers. If all files of this folder have run and passed, the table must be equal;
-with $WRITE_VERSIONS it is written.
+Every rank of `trainers` writes them to a file, whose content is attached to the report of its test, so that
+the main process gets those of all workers. If all files of this folder have run and passed, the table must be
+equal; with $WRITE_VERSIONS it is written.
 """
 
 import json
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,67 +20,62 @@ _FOLDER = Path(__file__).parent
 _RAN, _IS_PART = "ran", "is a part"
 
 _is_part = pytest.StashKey[bool]()
-_table = pytest.StashKey["_Table"]()
 
 
 class _Table:
-    """The versions that the session's tests have trained with, and whether all tests have run."""
+    """The versions that the session's tests have trained with, by the reports from all workers."""
 
     def __init__(self) -> None:
-        self.ran: set[Run] = set()
-        self.is_part = False
+        self._ran: set[Run] = set()
+        self._is_part = False
         self._files: set[str] = set()
 
-    def take(self, report: pytest.TestReport) -> None:
-        """Take a test's report."""
-        self._files.add(Path(report.nodeid.partition("::")[0]).name)
+    @property
+    def _is_whole(self) -> bool:
+        """Whether all tests of this folder have run, and passed."""
+        return not self._is_part and self._files >= {path.name for path in _FOLDER.glob("test_*.py")}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        path = Path(report.nodeid.partition("::")[0])
+        if _FOLDER.name not in path.parts:
+            return
+        self._files.add(path.name)
         reported: dict[str, Any] = dict(report.user_properties)
         is_as_expected = report.passed or hasattr(report, "wasxfail")
-        self.is_part |= not is_as_expected or bool(reported.get(_IS_PART))
-        self.ran.update((hook, version, torch) for hook, version, torch in reported.get(_RAN, ()))
+        self._is_part |= not is_as_expected or bool(reported.get(_IS_PART))
+        self._ran.update((hook, version, torch) for hook, version, torch in reported.get(_RAN, ()))
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all tests of this folder have run, and passed."""
-        return not self.is_part and self._files >= {path.name for path in _FOLDER.glob("test_*.py")}
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if not self._is_whole or hasattr(session.config, "workerinput"):
+            return
+        if "WRITE_VERSIONS" in os.environ:
+            write(in_order([*self._ran]))
+        elif self._ran != set(RUNS):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if "WRITE_VERSIONS" in os.environ:
+            message = "is written" if self._is_whole else "is not written: not all tests have run and passed"
+            terminalreporter.write_line(f"the table of versions {message}")
+        elif self._is_whole and self._ran != set(RUNS):
+            text = f"expected the table of versions to be {in_order([*self._ran])}, found {in_order([*RUNS])}"
+            terminalreporter.write_line(f"FAILED {text}: `make framework-versions` writes it", red=True)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    yield
+    distributed.destroy_process_group()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_is_part] = False
-    config.stash[_table] = _Table()
-    config.pluginmanager.register(_Reports(config.stash[_table]))
-
-
-class _Reports:
-    """Receives the reports of all tests from all workers."""
-
-    def __init__(self, table: _Table) -> None:
-        self._table = table
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if _FOLDER.name in Path(report.nodeid.partition("::")[0]).parts:
-            self._table.take(report)
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        table = self._table
-        if not table.is_whole or hasattr(session.config, "workerinput"):
-            return
-        if "WRITE_VERSIONS" in os.environ:
-            write(in_order([*table.ran]))
-        elif table.ran != set(RUNS):
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        table = self._table
-        if "WRITE_VERSIONS" in os.environ:
-            message = (
-                "is written" if table.is_whole else "is not written: not all tests have run here, and passed"
-            )
-            terminalreporter.write_line(f"the table of versions {message}")
-        elif table.is_whole and table.ran != set(RUNS):
-            text = f"expected the table of versions to be {in_order([*table.ran])}, found {in_order([*RUNS])}"
-            terminalreporter.write_line(f"FAILED {text}: `make framework-versions` writes it", red=True)
+    config.pluginmanager.register(_Table())
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
@@ -95,7 +90,7 @@ def pytest_runtest_makereport(
     report = yield
     if call.when == "call":
         folder: Path | None = getattr(item, "funcargs", {}).get("tmp_path")
-        files = folder.rglob("ran-*.json") if report.passed and folder is not None else ()
-        ran = [run for file in files for run in json.loads(file.read_text())]
+        files = folder.rglob("rank-*.json") if report.passed and folder is not None else ()
+        ran = [run for file in files for run in json.loads(file.read_text())["ran"]]
         report.user_properties += [(_RAN, ran), (_IS_PART, item.config.stash[_is_part])]
     return report

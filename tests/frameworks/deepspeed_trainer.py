@@ -1,36 +1,29 @@
-"""A tiny transformer, really trained with DeepSpeed's pipeline on CPUs: `-m …deepspeed_trainer TASK`."""
+"""A tiny transformer, really trained with DeepSpeed's pipeline on CPUs: `-m …deepspeed_trainer TASK…`."""
 
 import os
 import sys
+from functools import partial
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
-from torch import distributed, nn
+from torch import nn
 from torch.nn import functional
 
 from perseus.agent.deepspeed import attach
-from tests.frameworks.trainers import TrainerTask, main
+from tests.frameworks.trainers import Rank, main
 
 VOCABULARY, WIDTH, LENGTH, MICROBATCH_SIZE = 64, 32, 16, 2
 
 
-def train(task: TrainerTask, rank: int) -> None:
+def train(rank: Rank) -> None:
     """Train one rank."""
-    torch.set_num_threads(1)
+    task = rank.task
     # Otherwise DeepSpeed would compile its shared-memory collectives now.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(task.rank_count))
-    deepspeed.init_distributed(
-        "gloo",
-        init_method=task.rendezvous,
-        rank=rank,
-        world_size=task.rank_count,
-        auto_mpi_discovery=False,
-        verbose=False,
-    )
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     losses: list[float] = []
 
     def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -59,26 +52,16 @@ def train(task: TrainerTask, rank: int) -> None:
         },
     )
     pipeline, stage = engine.grid.get_data_parallel_rank(), engine.grid.get_pipe_parallel_rank()
-    attachment = None
-    if task.is_attached:
-        attachment = attach(engine, **task.attach_arguments(pipeline, stage))
-    iteration, goes_on = 0, True
-    while goes_on:
-        generator = torch.Generator().manual_seed(1000 * pipeline + iteration)
-        size = (task.microbatch_count, MICROBATCH_SIZE, LENGTH + 1)
-        microbatches = torch.randint(0, VOCABULARY, size, generator=generator)
-        engine.train_batch(iter([(tokens[:, :-1], tokens[:, 1:]) for tokens in microbatches]))
-        iteration += 1
-        is_over = torch.tensor(rank == 0 and task.is_over(iteration))
-        distributed.broadcast(is_over, 0)
-        goes_on = not is_over.item()
-    if attachment is not None:
-        attachment.detach()
-    assert "_INSTRUCTION_MAP" not in vars(engine)
-    assert "train_batch" not in vars(engine)
-    if losses:
-        task.leave_losses(pipeline, losses)
-    distributed.destroy_process_group()
+    with rank.attached(partial(attach, engine), pipeline, stage):
+        for iteration in rank.iterations(task.iteration_count):
+            generator = torch.Generator().manual_seed(1000 * pipeline + iteration)
+            size = (task.microbatch_count, MICROBATCH_SIZE, LENGTH + 1)
+            microbatches = torch.randint(0, VOCABULARY, size, generator=generator)
+            engine.train_batch(iter([(tokens[:, :-1], tokens[:, 1:]) for tokens in microbatches]))
+            if losses:
+                rank.leave_losses(pipeline, losses)
+                losses.clear()
+    assert not {"_INSTRUCTION_MAP", "train_batch"} & vars(engine).keys(), "detached"
 
 
 if __name__ == "__main__":

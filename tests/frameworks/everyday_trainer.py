@@ -1,18 +1,16 @@
-"""Train a tiny model by Transformers, Lightning or Accelerate on CPUs: `-m …everyday_trainer TASK`.
+"""Train a tiny model by Transformers, Lightning or Accelerate on CPUs: `-m …everyday_trainer TASK…`.
 
 The task's schedule names the framework and how its two ranks share the model: `transformers ddp`, `lightning
 fsdp2` and so on. Every training accumulates gradients over two microbatches in bfloat16, evaluates, saves a
-checkpoint and is resumed from it by another trainer.
+checkpoint and is resumed from it by another trainer; if a "failure" is planted, an exception ends it.
 
-Without agents, each rank trains alone and attached to a notebook, and then through an exception, and writes a
-file with its marks and losses. With agents, `until_it_has_failed` trains.
+With agents, `until_it_has_failed` trains.
 """
 
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -32,8 +30,7 @@ from perseus.agent.torch import attach_model, stepping
 from perseus.agent.transformers import PerseusCallback
 from perseus.demo.trainer import STOP_FILE
 from perseus.emulation.gpu import EmulatedGpu
-from tests.frameworks.notebook import Notebook
-from tests.frameworks.trainers import CAUGHT_FILE, FAIL_FILE, TrainerTask, main
+from tests.frameworks.trainers import CAUGHT_FILE, FAIL_FILE, Rank, main
 
 VOCABULARY, WIDTH, LENGTH, BATCH, ACCUMULATED = 64, 16, 8, 2, 2
 ITERATIONS, SAVED_AFTER = 4, 2
@@ -163,50 +160,44 @@ def train_transformers(wrapping: str, folder: Path, connect: Connect | None, *, 
     return [*(loss for each in trainers for loss in each.losses), *evaluated]
 
 
-def until_it_has_failed(task: TrainerTask, rank: int) -> None:
+def until_it_has_failed(rank: Rank) -> None:
     """Train under an agent until a file demands a failure, check the GPU, and train again until the end.
 
     The failure comes once the trainer's log has the job's saving, and is caught.
     """
-    arguments = task.attach_arguments(rank, 0)
-    gpu = EmulatedGpu(Path(task.gpu_files[rank][0]))
-    losses: list[float] = []
+    task = rank.task
+    connect = rank.attach_arguments(rank.number, 0)["connect"]
+    gpu = EmulatedGpu(Path(task.gpu_files[rank.number][0]))
+    fails, is_caught, stops = (Path(task.run_dir, name) for name in (FAIL_FILE, CAUGHT_FILE, STOP_FILE))
 
     class Deciding(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if Path(task.run_dir, CAUGHT_FILE).exists():
-                is_due = Path(task.run_dir, STOP_FILE).exists()
-            else:
-                is_due = Path(task.run_dir, FAIL_FILE).exists() and any(
-                    entry.get("perseus_energy_saved_percent", 0.0) > 0 for entry in state.log_history
-                )
-            decision = torch.tensor(float(is_due and rank == 0))
-            distributed.all_reduce(decision)
-            if decision and Path(task.run_dir, CAUGHT_FILE).exists():
-                control.should_training_stop = True
-            elif decision:
+            logged = [entry.get("perseus_energy_saved_percent", 0.0) for entry in state.log_history]
+            is_due = stops.exists() if is_caught.exists() else fails.exists() and max(logged, default=0.0) > 0
+            if not rank.hears(is_due):
+                return
+            if not is_caught.exists():
                 raise PlantedError
+            control.should_training_stop = True
 
     trainer = transformers_trainer(
-        "ddp", Path(task.losses_dir, "model"), arguments["connect"], epochs=1000, callbacks=[Deciding()]
+        "ddp", Path(task.folder, "model"), connect, epochs=1000, callbacks=[Deciding()]
     )
     trainer.args.eval_strategy = trainer.args.save_strategy = "no"
-    for is_caught in (False, True):
+    for is_again in (False, True):
         with suppress(PlantedError):
             trainer.train()
-            assert is_caught
+            assert is_again
         check_untouched(trainer.model_wrapped, trainer.optimizer)
-        until_s = time.monotonic() + 10
+        until_s = time.monotonic() + 60
         while gpu.sm_clock_mhz() != max(gpu.supported_clocks_mhz):
             assert time.monotonic() < until_s, "the GPU has to return to stock while this process lives"
             time.sleep(0.05)
         distributed.barrier()
-        if rank == 0 and not is_caught:
-            Path(task.run_dir, CAUGHT_FILE).touch()
+        if rank.number == 0:
+            is_caught.touch()
         distributed.barrier()
-    losses += trainer.losses
     gpu.close()
-    task.leave_losses(rank, losses)
 
 
 # --- Accelerate ---------------------------------------------------------------------------------------------
@@ -334,52 +325,19 @@ TRAININGS: Mapping[str, Callable[[], Training]] = {
 }
 
 
-def be_a_rank(task: TrainerTask, rank: int) -> None:
-    torch.set_num_threads(1)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": task.rank_count, "GROUP_RANK": 0}
-    launched = {"LOCAL_WORLD_SIZE": task.rank_count, "TORCHELASTIC_RUN_ID": "run", "MASTER_PORT": 1}
-    os.environ.update({name: str(value) for name, value in (names | launched).items()})
-    os.environ.update(CUDA_VISIBLE_DEVICES="", MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="true")
-    distributed.init_process_group("gloo", init_method=task.rendezvous, rank=rank, world_size=task.rank_count)
-
-
-def train(task: TrainerTask, rank: int) -> None:
+def train(rank: Rank) -> None:
     """Train one rank."""
-    be_a_rank(task, rank)
-    folder = Path(task.losses_dir)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    task = rank.task
     if task.sockets:
-        until_it_has_failed(task, rank)
-    else:
-        framework, wrapping = task.schedule.split()
-        training = TRAININGS[framework]()
-        if task.iteration_count:
-            connect = task.attach_arguments(rank, 0)["connect"] if task.is_attached else None
-            task.leave_losses(rank, training(wrapping, folder / "model", connect, fails=False))
-        else:
-            found = orders(
-                lambda connect, name, *, fails: training(wrapping, folder / name, connect, fails=fails)
-            )
-            (folder / f"rank-{rank}.json").write_text(json.dumps(dict(found)))
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-
-
-def orders(training: Training) -> Iterator[tuple[str, Any]]:
-    """Yield the results of the same training alone, attached and through an exception."""
-    notebook = Notebook()
-    yield (
-        "losses",
-        [
-            [loss.hex() for loss in training(None, "alone", fails=False)],
-            [loss.hex() for loss in training(notebook.connect, "attached", fails=False)],
-        ],
-    )
-    yield "registration", notebook.registration
-    yield "iterations", notebook.iterations
-    assert notebook.is_finished
-    failed = Notebook()
-    training(failed.connect, "failed", fails=True)
-    yield "left", [failed.is_finished, failed.is_closed]
+        until_it_has_failed(rank)
+        return
+    framework, wrapping = task.schedule.split()
+    connect = rank.attach_arguments(rank.number, 0)["connect"] if task.is_attached else None
+    fails = task.planted == "failure"
+    losses = TRAININGS[framework]()(wrapping, Path(task.folder, "model"), connect, fails=fails)
+    for loss in losses:
+        rank.leave_losses(rank.number, [loss])
 
 
 if __name__ == "__main__":

@@ -1,91 +1,175 @@
-"""Train a tiny GPT of Megatron-Core on CPUs: `-m …megatron_trainer TASK`.
+"""Train a tiny GPT of Megatron-Core on CPUs: `-m …megatron_trainer TASK…`.
 
-Its schedules: "1f1b" through the schedules seam, "1f1b-timers" through that of the timers, "interleaved".
+Its schedules: "1f1b" and "interleaved" through the schedules seam, "1f1b-timers" through that of the timers,
+"interleaved-loop" as Megatron-LM's own loop trains. The schedule "release" trains nothing: it wraps the loop
+of a release that has it.
 """
 
 import importlib
 import inspect
+import io
+import logging
 import sys
+import typing
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
 from perseus.demo.megatron_on_cpu import do_without_cuda
-from tests.frameworks.trainers import TrainerTask, main
+from tests.frameworks.notebook import Notebook
+from tests.frameworks.trainers import Rank, TrainerTask, main
 
 VOCABULARY, WIDTH, LENGTH, MICROBATCH_SIZE = 64, 32, 16, 2
+LOOP = "megatron.training.training"
 
 
-def train(task: TrainerTask, rank: int) -> None:
-    """Train one rank."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=task.rendezvous, rank=rank, world_size=task.rank_count)
-    from megatron.core import parallel_state
-
-    config, chunks = make_chunks(task)
-    timers = CountingTimers()
-    config.timers = timers
-    pipeline, stage = (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-    )
-    attachment = None
-    if task.is_attached:
-        from perseus.agent.megatron import attach
-
-        arguments = task.attach_arguments(pipeline, stage)
-        if task.schedule == "1f1b-timers":
-            arguments["seam"] = "timers"
-        attachment = attach(config, **arguments)
-    optimizer = torch.optim.SGD([p for chunk in chunks for p in chunk.parameters()], lr=0.1)
-    losses: list[float] = []
-    iteration, goes_on = 0, True
-    while goes_on:
-        losses += step(task, chunks, seed=1000 * pipeline + iteration)
-        iteration += 1
-        # The norm of all gradients, as for clipping: here all ranks wait for each other.
-        norm = torch.stack([p.grad.square().sum() for chunk in chunks for p in chunk.parameters()]).sum()
-        state = torch.stack([norm, torch.tensor(float(rank == 0 and task.is_over(iteration)))])
-        distributed.all_reduce(state)
-        goes_on = state[1].item() == 0
-        optimizer.step()
-        optimizer.zero_grad()
-    if attachment is not None:
-        attachment.detach()
-    assert config.timers is timers
-    assert timers.counts["forward-compute"] == 2 * iteration * task.microbatch_count * task.chunk_count
-    if losses:
-        task.leave_losses(pipeline, losses)
-    distributed.destroy_process_group()
-
-
-def prepare(_task: TrainerTask) -> None:
+def prepare(task: TrainerTask) -> None:
     """Import Megatron-Core, without CUDA."""
+    if task.schedule == "release":
+        # The release is for Python 3.12.
+        typing.override = importlib.import_module("typing_extensions").override  # type: ignore[attr-defined,unused-ignore]
+        return
     do_without_cuda()
     importlib.import_module("megatron.core.pipeline_parallel.schedules")
     importlib.import_module("megatron.core.models.gpt.gpt_model")
     importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
 
 
-def step(task: TrainerTask, chunks: list[Any], seed: int, *, forward_only: bool = False) -> list[float]:
-    """Run one iteration or evaluation; return its microbatches' losses on the rank that has them."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+def train(rank: Rank) -> None:
+    """Train one rank."""
+    if rank.task.schedule == "release":
+        check_release()
+        return
+    from megatron.core.pipeline_parallel import schedules
 
-    size = (task.microbatch_count, MICROBATCH_SIZE, LENGTH + 1)
-    microbatches = torch.randint(0, VOCABULARY, size, generator=torch.Generator().manual_seed(seed))
-    has_chunks = task.chunk_count > 1
-    found = get_forward_backward_func()(
-        forward_step_func=_forward_step,
-        data_iterator=[iter(microbatches) for _ in chunks] if has_chunks else iter(microbatches),
-        model=chunks if has_chunks else chunks[0],
-        num_microbatches=task.microbatch_count,
-        seq_length=LENGTH,
-        micro_batch_size=MICROBATCH_SIZE,
-        forward_only=forward_only,
-    )
-    return [each["loss"].item() for each in found]
+    task, training, untouched = rank.task, Training(rank), dict(vars(schedules))
+    if task.schedule == "interleaved-loop":
+        training.train_in_loop()
+    else:
+        from perseus.agent.megatron import attach
+
+        by_timers = partial(attach, training.config, seam="timers")
+        hook = by_timers if task.schedule == "1f1b-timers" else partial(attach, training.config)
+        with rank.attached(hook, training.pipeline, training.stage):
+            training.train()
+    assert vars(schedules) == untouched
+    if task.is_noted:
+        training.step(seed=0)  # training still works
+    assert training.config.timers is training.timers
+    forwards = training.step_count * task.microbatch_count * task.chunk_count
+    assert training.timers.counts["forward-compute"] == 2 * forwards, "each start, each stop"
+
+
+class Training:
+    """One rank's chunks of the model, and how they are trained."""
+
+    def __init__(self, rank: Rank) -> None:
+        from megatron.core import parallel_state
+
+        self.rank, task = rank, rank.task
+        virtual = task.chunk_count if task.chunk_count > 1 else None
+        parallel_state.initialize_model_parallel(1, task.stage_count, virtual)
+        self.pipeline = parallel_state.get_data_parallel_rank()
+        self.stage = parallel_state.get_pipeline_model_parallel_rank()
+        self.config = _config(task)
+        self.config.timers = self.timers = CountingTimers()
+        self.chunks = [_chunk(self.config, task, self.stage, chunk) for chunk in range(task.chunk_count)]
+        self.parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+        self.optimizer = torch.optim.SGD(self.parameters, lr=0.1)
+        self.step_count = 0
+
+    def train(self) -> None:
+        """Train until the end, with evaluations if the task asks for them."""
+        task = self.rank.task
+        for iteration in self.rank.iterations(task.iteration_count):
+            losses = self.step(seed=1000 * self.pipeline + iteration)
+            # The norm of all gradients, as for clipping: here all ranks wait for each other.
+            distributed.all_reduce(torch.stack([each.grad.square().sum() for each in self.parameters]).sum())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if task.break_for == "evaluation":
+                with torch.no_grad():
+                    losses += self.step(seed=-1 - iteration, forward_only=True)
+            if losses:
+                self.rank.leave_losses(self.pipeline, losses)
+
+    def step(self, seed: int, *, forward_only: bool = False) -> list[float]:
+        """Run one iteration or evaluation; return its microbatches' losses on the rank that has them."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.step_count += 1
+        task = self.rank.task
+        size = (task.microbatch_count, MICROBATCH_SIZE, LENGTH + 1)
+        microbatches = torch.randint(0, VOCABULARY, size, generator=torch.Generator().manual_seed(seed))
+        has_chunks = task.chunk_count > 1
+        losses = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=[iter(microbatches) for _ in self.chunks] if has_chunks else iter(microbatches),
+            model=self.chunks if has_chunks else self.chunks[0],
+            num_microbatches=task.microbatch_count,
+            seq_length=LENGTH,
+            micro_batch_size=MICROBATCH_SIZE,
+            forward_only=forward_only,
+        )
+        return [each["loss"].item() for each in losses]
+
+    def train_in_loop(self) -> None:
+        """Train in a stand-in for the module of Megatron-LM's loop, whose `train` is called like theirs."""
+        training = self
+
+        class Loop(ModuleType):
+            def pretrain(self, *arguments: Any) -> None:
+                self.train(*arguments)
+
+            @staticmethod
+            def train(
+                forward_step_func: Any, model: Any, optimizer: Any, opt_param_scheduler: Any,
+                train_data_iterator: Any, valid_data_iterator: Any, process_non_loss_data_func: Any,
+                config: Any, checkpointing_context: Any, non_loss_data_func: Any, inference_model: Any = None,
+            ) -> None:  # fmt: skip
+                training.train()
+
+        sys.modules[LOOP] = loop = Loop(LOOP)
+        if self.rank.task.is_attached:
+            from perseus.agent.megatron import wrap_training
+
+            arguments = self.rank.attach_arguments(self.pipeline, self.stage)
+            self._check_refusals_in_the_loop(arguments["connect"])
+            wrap_training(**arguments)
+        loop.pretrain(None, self.chunks, self.optimizer, None, None, None, None, self.config, {}, None)
+
+    def _check_refusals_in_the_loop(self, connect: Any) -> None:
+        """Check that attaching works once per process, and never by timers, which the loop sets itself."""
+        from perseus.agent.megatron import attach
+
+        with pytest.raises(ValueError, match=r"expected 'schedules', as Megatron-LM's own loop"):
+            attach(self.config, job_id="x", seam="timers", connect=connect)
+        first = attach(self.config, job_id="x", connect=Notebook().connect)
+        again = attach(self.config, job_id="x", connect=connect)
+        assert again is first, "once for every virtual stage"
+        first.detach()
+
+
+def check_release() -> None:
+    """Wrap Megatron-LM's own loop: a call of `pretrain` first reaches `attach`, with its configuration."""
+    from megatron.training import training
+
+    from perseus.agent.megatron import wrap_training
+
+    original = training.train
+    wrap_training(job_id="x")
+    assert training.pretrain.__globals__["train"] is training.train is not original
+    log = io.StringIO()
+    logging.getLogger("perseus.attachment").addHandler(logging.StreamHandler(log))
+    with suppress(Exception):  # Megatron-LM's: it goes on to train, which it can't without a GPU
+        training.train(None, [], None, None, None, None, None, SimpleNamespace(), {}, None)
+    assert "at stock clocks: Megatron-Core: expected its parallel state to be initialised" in log.getvalue()
 
 
 class CountingTimers:
@@ -104,17 +188,6 @@ class CountingTimers:
 
     def stop(self, barrier: bool = False) -> None:
         self.counts[self._name] += 1
-
-
-def make_chunks(task: TrainerTask) -> tuple[Any, list[Any]]:
-    """Return this rank's chunks of the model and their configuration, in a parallel state made for them."""
-    from megatron.core import parallel_state
-
-    virtual = task.chunk_count if task.chunk_count > 1 else None
-    parallel_state.initialize_model_parallel(1, task.stage_count, virtual)
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    config = _config(task)
-    return config, [_chunk(config, task, stage, chunk) for chunk in range(task.chunk_count)]
 
 
 def _config(task: TrainerTask) -> Any:

@@ -4,23 +4,29 @@ from typing import Any
 
 from perseus.agent.link.computation import Computation, Kind
 
+Identity = tuple[int, int, int]
+"""(kind, microbatch, chunk) of a computation, as numbers on the wire."""
+
 
 class Notebook:
     """Keeps marks and the registration (implements `Marks`)."""
 
     def __init__(self) -> None:
         self.registration: dict[str, Any] = {}
-        self.iterations: list[list[tuple[int, int, int]]] = []
-        self.open: tuple[int, int, int] | None = None
+        self.iterations: list[list[Identity]] = []
+        self.open: Identity | None = None
         self.is_finished = self.is_closed = False
+
+    def notes(self) -> dict[str, Any]:
+        """Return all of it, for a file."""
+        left = {"is_finished": self.is_finished, "is_closed": self.is_closed}
+        return {"registration": self.registration, "iterations": self.iterations, **left}
 
     def register(self, **arguments: Any) -> bool:
         orders: list[tuple[Computation, ...]] = arguments["schedule"]
         self.registration = {
             "orders": [[(int(c.kind), c.microbatch, c.chunk) for c in order] for order in orders],
-            "paths": arguments["paths"],
-            "stage_work": arguments["stage_work"],
-            "stage_layers": arguments["stage_layers"],
+            **{name: arguments[name] for name in ("paths", "stage_work", "stage_layers")},
         }
         return True
 
@@ -42,8 +48,7 @@ class Notebook:
     def begin_wait(self) -> None:
         assert self.open is not None
 
-    def end_wait(self) -> None:
-        assert self.open is not None
+    end_wait = begin_wait
 
     def report_unmarked(self, message: str) -> None:
         raise AssertionError(message)

@@ -1,19 +1,15 @@
-"""One real training job under a real coordinator and real agents, from stock to its plan, with its figures.
-
-The frameworks' tests start their own trainer on it, and check its figures.
-"""
+"""One real training job under a real coordinator and real agents, from stock to its plan."""
 
 import asyncio
-import math
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import grpc.aio
+import pytest
 
 from perseus import solver
 from perseus.demo.cluster import Cluster
@@ -21,246 +17,162 @@ from perseus.demo.observation import Observer
 from perseus.demo.summary import Measurements
 from perseus.demo.workload import Workload
 from perseus.emulation.gpu import EmulatedGpu
-from perseus.service.api.translate_problems import KIND_FROM_PROTO
+from perseus.service.api.translate_problems import KIND_FROM_PROTO, problem_from_proto
 from perseus.v1 import (
-    frontier_pb2,
     frontier_service_pb2,
     frontier_service_pb2_grpc,
     job_pb2,
     job_service_pb2,
     job_service_pb2_grpc,
+    rank_pb2,
 )
+from tests.frameworks.cases import Case, Orders
+from tests.frameworks.trainers import TrainerTask
 
-_START_TIMEOUT_S = 60.0
-_PROFILING_TIMEOUT_S = 240.0
-STEP_TIMEOUT_S = 60.0
-_END_TIMEOUT_S = 30.0
-_POLL_S = 0.1
+PLAN_TIMEOUT_S = 300.0
+STEP_TIMEOUT_S = 120.0
 GUARD_TOLERANCE_PERCENT = 10.0
-"""Waits between stages and parts depend on the machine, and predictions exclude them: with other work on the
-machine, the guard would withdraw plans that the tests compare with stock at the same time."""
-_NORMAL_DEVIATIONS = 1.4826
-"""A normal standard deviation, in median absolute deviations."""
-_MEDIAN_ERRORS = 1.2533
-"""Standard error of a normal sample's median, relative to that of its mean."""
-
-Identity = tuple[int, int, int]
-"""(kind, microbatch, chunk) of a computation, as numbers on the wire."""
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Medians over some iterations of the whole job: seconds, and joules of all its GPUs.
-
-    `time_se_s` is the standard error of the time, by the median deviation. `energy_errors_percent`: of a
-    plan's predictions, as in `CaseResult`.
-    """
-
-    iteration_count: int
-    time_s: float
-    time_se_s: float
-    energy_j: float
-    energy_errors_percent: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """The mean time and energy of an iteration and the gap before it: seconds, and joules of all GPUs.
-
-    Later stages end their own iterations earlier, and wait for the first one in their gap. Its energy counts
-    in predictions. And the counter is too slow to tell how much of the energy around an iteration's end was
-    drawn before it; over iterations and gaps together that averages out.
-    """
-
-    time_s: float
-    energy_j: float
-
-
-def is_no_slower(found: Figures, than: Figures, allowed: float = 1.02) -> bool:
-    """Whether iterations exceed others by no more than a factor, given their spread."""
-    error_s = math.hypot(found.time_se_s, allowed * than.time_se_s)
-    return found.time_s <= allowed * than.time_s + 2 * error_s
+"""Waits between stages depend on the machine, and predictions exclude them: with other work on the machine,
+the guard would withdraw plans."""
+_POLL_S = 0.1
 
 
 @dataclass(slots=True)
 class RealRun:
-    """A run's observations so far, and methods to get more."""
+    """A case's training in a cluster, and what its coordinator says."""
 
-    workload: Workload
+    case: Case
+    task: TrainerTask
     cluster: Cluster
     observer: Observer
-    run_dir: Path
     channel: grpc.aio.Channel
-    stock: Figures | None = None
 
     async def until_planned(self) -> None:
         """Wait until the plan after profiling is in force on every rank."""
         observer = self.observer
         await observer.until(
-            "the stock baseline", lambda: observer.state >= job_pb2.JOB_STATE_PROFILING, _START_TIMEOUT_S
-        )
-        self.stock = self.figures(observer.measurements.at_stock())
-        await observer.until(
             "a plan in force",
             lambda: observer.state == job_pb2.JOB_STATE_PLANNED and observer.is_in_force(),
-            _PROFILING_TIMEOUT_S,
+            PLAN_TIMEOUT_S,
         )
 
-    async def watch(self, count: int) -> Figures:
-        """Measure the next `count` iterations that begin after now."""
-        first = self.observer.next_whole_iteration
-        return await self.when_known(range(first, first + count))
-
-    async def plan_beside_stock(self, count: int) -> Figures:
-        """Measure `count` iterations of the plan, which must be no slower than stock; return them.
-
-        Other load on the machine may change between the first baseline and the plan. If the plan seems
-        slower, measure stock again, and the plan right after it. A plan that really is slower is so every
-        time.
-        """
-        plan = await self.watch(count)
-        assert self.stock is not None
-        for _ in range(2):
-            if is_no_slower(plan, self.stock):
-                break
-            plan = await self.measure_again(count)
-        assert is_no_slower(plan, self.stock)
-        return plan
-
-    async def measure_again(self, count: int) -> Figures:
-        """Measure stock again, and then `count` iterations of the plan; return those."""
-        self.stock = await self._measure_stock_again()
-        return await self.watch(count)
-
-    async def _measure_stock_again(self) -> Figures:
-        stub = job_service_pb2_grpc.JobServiceStub(self.channel)
+    async def until_newer_plan(
+        self, what: str, than: int, is_true: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Wait until a plan is in force that begins after an iteration, and something is true."""
         observer = self.observer
-        known_count = len(observer.events)
-        request = job_service_pb2.MeasureBaselineRequest(
-            job_id=self.workload.job_id, request_id=f"after-event-{known_count}"
-        )
-        before = observer.in_force_since()
-        await stub.MeasureBaseline(request, timeout=STEP_TIMEOUT_S)
-        await self._until_newer_plan("stock in force", before)
-        stock = observer.in_force_version(0)
         await observer.until(
-            "the plan in force again",
-            lambda: observer.in_force_version(0) != stock and observer.is_in_force(),
+            what,
+            lambda: is_true() and observer.is_in_force() and observer.in_force_since() > than,
             STEP_TIMEOUT_S,
         )
-        return self.figures(observer.measurements.under(stock))
 
-    async def when_known(self, numbers: Sequence[int]) -> Figures:
-        """Return the figures of these iterations, once all pipelines have reported them."""
-        measurements = self.observer.measurements
-        await self.observer.until(
-            f"iterations {numbers[0]} to {numbers[-1]}",
-            lambda: measurements.are_complete(numbers),
-            STEP_TIMEOUT_S,
-        )
-        return self.figures(numbers)
-
-    def figures(self, numbers: Sequence[int]) -> Figures:
-        """Return the medians over those of these iterations that all pipelines reported."""
-        rows = self.observer.measurements.whole(numbers)
-        times_s = [max(each.time_s for each in row.values()) for row in rows]
-        time_s = median(times_s)
-        deviation_s = _NORMAL_DEVIATIONS * median(abs(each - time_s) for each in times_s)
-        return Figures(
-            len(rows),
-            time_s,
-            _MEDIAN_ERRORS * deviation_s / math.sqrt(len(rows)),
-            median(sum(each.energy_j for each in row.values()) for row in rows),
-        )
-
-    async def frontier(self) -> frontier_pb2.Frontier:
-        """Return the coordinator's frontier."""
-        stub = frontier_service_pb2_grpc.FrontierServiceStub(self.channel)
-        request = frontier_service_pb2.GetFrontierRequest(job_id=self.workload.job_id)
-        return (await stub.GetFrontier(request, timeout=STEP_TIMEOUT_S)).frontier
-
-    async def planned_mhz(self, iteration_time_s: float) -> dict[solver.Computation, int]:
-        """Return the clocks of the coordinator's plan for an iteration time."""
-        stub = frontier_service_pb2_grpc.FrontierServiceStub(self.channel)
-        request = frontier_service_pb2.GetPlanRequest(
-            job_id=self.workload.job_id, iteration_time_s=iteration_time_s
-        )
-        plan = (await stub.GetPlan(request, timeout=STEP_TIMEOUT_S)).plan
-        return {
-            solver.Computation(stage, KIND_FROM_PROTO[c.kind], c.microbatch, c.chunk): c.clock_mhz
-            for stage, planned in enumerate(plan.stages)
-            for c in planned.computations
-        }
-
-    async def whole(self, *, at_stock: bool) -> Whole:
-        """Return what a whole iteration of the latest stock baseline, or of the plan in force, takes."""
-        state = job_pb2.JOB_STATE_BASELINE if at_stock else job_pb2.JOB_STATE_PLANNED
-        period = [period for period in (await self.report()).periods if period.state == state][-1]
-        # From end to end. One iteration's timeline would show a pause that the mean energy hardly contains.
-        lasted = period.end_time.ToDatetime() - period.start_time.ToDatetime()
-        time_s = lasted.total_seconds() / (period.last_iteration - period.first_iteration)
-        return Whole(time_s, period.energy_j + period.gap_energy_j)
-
-    async def report(self) -> job_service_pb2.GetReportResponse:
-        """Return the job's report."""
-        stub = job_service_pb2_grpc.JobServiceStub(self.channel)
-        request = job_service_pb2.GetReportRequest(job_id=self.workload.job_id)
-        return await stub.GetReport(request, timeout=STEP_TIMEOUT_S)
-
-    async def set_policy(self, policy: job_pb2.OperatingPolicy) -> None:
-        """Set the operating policy, and wait until its plan is in force."""
-        stub = job_service_pb2_grpc.JobServiceStub(self.channel)
-        observer = self.observer
-        request = job_service_pb2.SetPolicyRequest(job_id=self.workload.job_id, policy=policy)
-        before = observer.in_force_since()
-        await stub.SetPolicy(request, timeout=STEP_TIMEOUT_S)
-        await self._until_newer_plan(f"a plan of the policy {policy} in force", before)
-
-    async def report_no_straggler(self, pipeline: int) -> None:
-        """Report that a pipeline is as fast as planned, which overrides detection; wait for that plan."""
-        stub = job_service_pb2_grpc.JobServiceStub(self.channel)
-        request = job_service_pb2.ReportStragglerRequest(
-            job_id=self.workload.job_id, pipeline=pipeline, slowdown_factor=1.0
-        )
+    async def set_budget(self, slowdown_percent: float) -> None:
+        """Permit a slowdown, and wait until its plan is in force."""
+        policy = job_pb2.OperatingPolicy(max_slowdown_percent=slowdown_percent)
+        request = job_service_pb2.SetPolicyRequest(job_id=self.observer.job_id, policy=policy)
         before = self.observer.in_force_since()
-        await stub.ReportStraggler(request, timeout=STEP_TIMEOUT_S)
-        await self._until_newer_plan("the answer to the straggler to be taken back", before)
+        stub = job_service_pb2_grpc.JobServiceStub(self.channel)
+        await stub.SetPolicy(request, timeout=STEP_TIMEOUT_S)
+        await self.until_newer_plan("a plan within the budget", before)
 
-    async def _until_newer_plan(self, what: str, before: int) -> None:
-        observer = self.observer
-        await observer.until(
-            what, lambda: observer.in_force_since() > before and observer.is_in_force(), STEP_TIMEOUT_S
-        )
+    async def job(self, job_id: str = "") -> job_pb2.Job:
+        """Return this job as it is now, or another one of the coordinator."""
+        request = job_service_pb2.GetJobRequest(job_id=job_id or self.observer.job_id)
+        stub = job_service_pb2_grpc.JobServiceStub(self.channel)
+        return (await stub.GetJob(request, timeout=STEP_TIMEOUT_S)).job
 
-    def registered(self) -> list[list[Identity]]:
-        """The registered order of every stage."""
+    def registered(self) -> Orders:
+        """Return the registered order of every stage."""
         assert self.observer.job is not None
         stages = self.observer.job.spec.schedule.explicit.stages
         return [[(c.kind, c.microbatch, c.chunk) for c in stage.computations] for stage in stages]
 
-    def paths(self) -> list[list[tuple[int, int]]]:
-        """The registered paths of activations."""
-        assert self.observer.job is not None
-        paths = self.observer.job.spec.schedule.explicit.paths
-        return [[(step.stage, step.chunk) for step in path.steps] for path in paths]
+    async def check_plan(self) -> None:
+        """Check that everything is measured, and that the plan in force is the frontier's fastest one."""
+        frontier = await self.observer.frontier()
+        problem, fastest = problem_from_proto(frontier.problem), frontier.points[0]
+        keys = {(c.stage, c.chunk, c.kind) for c in problem.schedule.computations}
+        assert problem.profiles.keys() == keys
+        assert min(len(measured) for measured in problem.profiles.values()) > 1, "at several clocks"
+        assert fastest.iteration_time_s == pytest.approx(frontier.t_min_s)
+        stub = frontier_service_pb2_grpc.FrontierServiceStub(self.channel)
+        request = frontier_service_pb2.GetPlanRequest(
+            job_id=self.observer.job_id, iteration_time_s=fastest.iteration_time_s
+        )
+        plan = (await stub.GetPlan(request, timeout=STEP_TIMEOUT_S)).plan
+        clocks_mhz = {
+            solver.Computation(stage, KIND_FROM_PROTO[c.kind], c.microbatch, c.chunk): c.clock_mhz
+            for stage, planned in enumerate(plan.stages)
+            for c in planned.computations
+        }
+        replayed = solver.replay(problem, clocks_mhz)
+        late = solver.replay_with_latency(problem, replayed, frontier.set_latency_s)
+        assert replayed.iteration_time_s <= 1.0001 * fastest.iteration_time_s
+        if len(plan.stages) > 1:
+            assert late.energy_j < 0.97 * frontier.baseline.energy_j
+        jobs = job_service_pb2_grpc.JobServiceStub(self.channel)
+        ask = job_service_pb2.ListRanksRequest(job_id=self.observer.job_id)
+        ranks = (await jobs.ListRanks(ask, timeout=STEP_TIMEOUT_S)).ranks
+        assert len(ranks) == self.task.rank_count
+        assert {rank.state for rank in ranks} == {rank_pb2.RANK_STATE_CONNECTED}
+        assert all(rank.in_force_version == rank.offered_version > 0 for rank in ranks)
+
+    async def check_identities(self, expected: Orders) -> None:
+        """Check that iterations consisted of the expected computations, in order.
+
+        Agents compare what trainers mark with the registered order, and a difference makes an iteration
+        irregular: all of them, or those of one kind. A few are so for other reasons: they had begun when
+        ranks joined, no energy was known yet, or a mark was lost on a busy machine.
+        """
+        assert self.registered() == expected
+        stub = job_service_pb2_grpc.JobServiceStub(self.channel)
+        request = job_service_pb2.GetReportRequest(job_id=self.observer.job_id)
+        report = await stub.GetReport(request, timeout=STEP_TIMEOUT_S)
+        counts = [(period.irregular_count, period.iteration_count) for period in report.periods]
+        irregular_count, iteration_count = map(sum, zip(*counts, strict=True))
+        assert iteration_count > 15, counts
+        assert irregular_count <= 0.1 * iteration_count, counts
 
 
 @asynccontextmanager
 async def real_run(
-    workload: Workload,
-    log_dir: Path,
-    start_trainers: Callable[[Cluster, Path], None],
+    case: Case,
+    folder: Path,
     *,
     nodes: Workload | None = None,
     observing: Collection[int] = (),
+    start_others: Callable[[Cluster, Path], None] = lambda _cluster, _run_dir: None,
 ) -> AsyncIterator[RealRun]:
-    """Run and observe coordinator, agents and trainers on loopback; the job finishes with the block, and then
-    all GPUs are at stock.
+    """Train a case under coordinator and agents on loopback; the job finishes with the block, and then all
+    GPUs are at stock.
 
-    `nodes`: the agents and their GPUs, a stage for each, if not those of the workload. `observing`: agents
-    that never set clocks.
+    `nodes`: the agents and their GPUs, a stage for each, if not those of the case. `observing`: agents that
+    never set clocks. `start_others` starts other trainings.
     """
-    nodes = nodes or workload
+    async with services(nodes or case.nodes, folder / "logs", observing) as (cluster, run_dir, channel):
+        task = case.under(cluster, run_dir, folder / "attached")
+        cluster.start_trainer("trainers", *case.command(task))
+        start_others(cluster, run_dir)
+        observer = Observer(channel, task.job_id, Measurements(case.pipeline_count), lambda: None)
+        run = RealRun(case, task, cluster, observer, channel)
+        async with asyncio.TaskGroup() as group:
+            watchers = [group.create_task(watching) for watching in (observer.follow(), _keep_watch(cluster))]
+            yield run
+            await asyncio.to_thread(cluster.stop_training)
+            await observer.until(
+                "the end of the job", lambda: observer.state == job_pb2.JOB_STATE_FINISHED, STEP_TIMEOUT_S
+            )
+            for watcher in watchers:
+                watcher.cancel()
+        await until_at_stock(nodes or case.nodes, cluster)
+
+
+@asynccontextmanager
+async def services(
+    nodes: Workload, log_dir: Path, observing: Collection[int] = ()
+) -> AsyncIterator[tuple[Cluster, Path, grpc.aio.Channel]]:
+    """Run coordinator and agents; yield them, the folder of the run, and a channel to the coordinator."""
     with (
         tempfile.TemporaryDirectory(prefix="perseus-") as folder,
         Cluster(
@@ -273,28 +185,14 @@ async def real_run(
     ):
         address = await asyncio.to_thread(cluster.start_coordinator)
         await asyncio.to_thread(cluster.start_agents, address)
-        start_trainers(cluster, Path(folder))
         async with cluster.security.channels(address).open() as channel:
-            observer = Observer(channel, workload.job_id, Measurements(workload.pipeline_count), lambda: None)
-            run = RealRun(workload, cluster, observer, Path(folder), channel)
-            async with asyncio.TaskGroup() as group:
-                watchers = [
-                    group.create_task(watching) for watching in (observer.follow(), _keep_watch(cluster))
-                ]
-                yield run
-                await asyncio.to_thread(cluster.stop_training)
-                await observer.until(
-                    "the end of the job", lambda: observer.state == job_pb2.JOB_STATE_FINISHED, STEP_TIMEOUT_S
-                )
-                for watcher in watchers:
-                    watcher.cancel()
-        await until_at_stock(nodes, cluster)
+            yield cluster, Path(folder), channel
         await asyncio.to_thread(cluster.stop_services)
 
 
 async def until_at_stock(nodes: Workload, cluster: Cluster) -> None:
     """Wait until all GPUs are at stock, which must happen soon after the trainers have gone."""
-    deadline_s = time.monotonic() + _END_TIMEOUT_S
+    deadline_s = time.monotonic() + STEP_TIMEOUT_S
     for rank in nodes.ranks:
         with closing(EmulatedGpu(cluster.gpu_file(*rank))) as gpu:
             while gpu.sm_clock_mhz() != nodes.gpu.highest_clock_mhz:

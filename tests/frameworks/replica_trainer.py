@@ -1,4 +1,4 @@
-"""Train a tiny model on CPUs with data-parallel ranks, without pipelines: `-m …replica_trainer TASK`.
+"""Train a tiny model on CPUs with data-parallel ranks, without pipelines: `-m …replica_trainer TASK…`.
 
 The task's schedule sets how they share it: `ddp` (a whole replica each, `DistributedDataParallel`), `fsdp2`
 (a shard each, `fully_shard`) or `hsdp` (the same, over two replicas). `ddp-children` has other processes:
@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import distributed, nn
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from perseus.agent.torch import attach_model
-from tests.frameworks.trainers import TrainerTask, main
+from tests.frameworks.trainers import Rank, main
 
 WIDTH, BATCH = 32, 4
 
@@ -88,47 +89,34 @@ WRAPPINGS: Mapping[str, Callable[[], tuple[nn.Module, Reducing]]] = {
 }
 
 
-def train(task: TrainerTask, rank: int) -> None:
+def train(rank: Rank) -> None:
     """Train one rank; gradients are accumulated over the microbatches and reduced with the last."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=task.rendezvous, rank=rank, world_size=task.rank_count)
+    task, number = rank.task, rank.number
     torch.manual_seed(0)
     model, reducing = WRAPPINGS[task.schedule]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    attachment = None
-    if task.is_attached:
-        attachment = attach_model(model, optimizer, **task.attach_arguments(rank, 0))
     loaded: Iterator[torch.Tensor] | None = None
     if task.schedule == "ddp-children":
-        loader = DataLoader(Inputs(rank), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+        loader = DataLoader(Inputs(number), batch_size=None, num_workers=1, multiprocessing_context="spawn")
         loaded = iter(loader)
-    losses: list[float] = []
-    iteration, goes_on = 0, True
-    while goes_on:
-        generator = torch.Generator().manual_seed(1000 * rank + iteration)
-        for microbatch in range(task.microbatch_count):
-            inputs = next(loaded) if loaded else torch.randn(BATCH, WIDTH, generator=generator)
-            with reducing(microbatch == task.microbatch_count - 1):
-                loss = functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True))
-                if loaded and microbatch == 0:
-                    kill_a_child()
-                loss.backward()
-            losses.append(loss.item())
-        iteration += 1
-        state = torch.tensor([float(rank == 0 and task.is_over(iteration))])
-        distributed.all_reduce(state)
-        goes_on = state.item() == 0
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            model(inputs)  # an evaluation, which is not marked
-    if attachment is not None:
-        attachment.detach()
-    task.leave_losses(rank, losses)
-    # Before the group: if the model is the last owner of the group, its deletion deadlocks with a thread of
-    # gloo.
-    del model, reducing, optimizer, loss, attachment, loaded
-    distributed.destroy_process_group()
+    with rank.attached(partial(attach_model, model, optimizer), number, 0):
+        for iteration in rank.iterations(task.iteration_count):
+            generator = torch.Generator().manual_seed(1000 * number + iteration)
+            losses = []
+            for microbatch in range(task.microbatch_count):
+                inputs = next(loaded) if loaded else torch.randn(BATCH, WIDTH, generator=generator)
+                with reducing(microbatch == task.microbatch_count - 1):
+                    loss = functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True))
+                    if loaded and microbatch == 0:
+                        kill_a_child()
+                    loss.backward()
+                losses.append(loss.item())
+            distributed.barrier()  # as for clipping
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(inputs)  # an evaluation, which is not marked
+            rank.leave_losses(number, losses)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,7 @@ No rank ever waits for one that has given up, during attaching or later: the tra
 """
 
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -60,56 +57,40 @@ OF_CALLBACKS = (
 )
 ITERATIONS = 25  # ranks give up waiting for an order after 20
 TWO_STAGES = (1.0, 1.0)
-EVERYDAY = {
-    name: Case("everyday_trainer", f"{name} ddp", (1.0,), 1, 0.0, 0.0, pipeline_count=2)
-    for name in ("transformers", "lightning")
+PIPELINES = Case("torch", "1F1B", TWO_STAGES, pipeline_count=2)
+
+
+TRAININGS = {
+    "pipelining": (PIPELINES, "torch", OF_ALL),
+    "DistributedDataParallel": (Case("replica", "ddp", pipeline_count=2), "torch", OF_A_MODEL),
+    "fully_shard": (Case("replica", "fsdp2", pipeline_count=2), "torch", OF_SHARDS),
+    "torchtitan": (Case("torchtitan", "1F1B", TWO_STAGES), "torchtitan", OF_TORCHTITAN),
+    "Megatron-Core": (Case("megatron", "1f1b", TWO_STAGES), "megatron", OF_EACH),
+    "DeepSpeed": (Case("deepspeed", "1f1b", TWO_STAGES), "deepspeed", OF_EACH),
+    "Transformers": (Case("everyday", "transformers ddp", pipeline_count=2), "transformers", OF_CALLBACKS),
+    "Lightning": (Case("everyday", "lightning ddp", pipeline_count=2), "lightning", OF_CALLBACKS),
 }
-PIPELINES = Case("torch_trainer", "1F1B", TWO_STAGES, 1, 0.0, 0.0, pipeline_count=2)
 
 
-@pytest.mark.parametrize(
-    ("case", "hook", "places"),
-    [
-        (PIPELINES, "torch", OF_ALL),
-        (Case("replica_trainer", "ddp", (1.0,), 1, 0.0, 0.0, pipeline_count=2), "torch", OF_A_MODEL),
-        (Case("replica_trainer", "fsdp2", (1.0,), 1, 0.0, 0.0, pipeline_count=2), "torch", OF_SHARDS),
-        (
-            Case("torchtitan_trainer", "1F1B", TWO_STAGES, 1, 0.0, 0.0, logs_one_loss=True),
-            "torchtitan",
-            OF_TORCHTITAN,
-        ),
-        (Case("megatron_trainer", "1f1b", TWO_STAGES, 1, 0.0, 0.0), "megatron", OF_EACH),
-        (Case("deepspeed_trainer", "1f1b", TWO_STAGES, 1, 0.0, 0.0), "deepspeed", OF_EACH),
-        (EVERYDAY["transformers"], "transformers", OF_CALLBACKS),
-        (EVERYDAY["lightning"], "lightning", OF_CALLBACKS),
-    ],
-    ids=[
-        "pipelining",
-        "DistributedDataParallel",
-        "fully_shard",
-        "torchtitan",
-        "Megatron-Core",
-        "DeepSpeed",
-        "Transformers",
-        "Lightning",
-    ],
-)
+@pytest.mark.nightly("every place of every hook, for minutes")
+@pytest.mark.parametrize(("case", "hook", "places"), TRAININGS.values(), ids=TRAININGS.keys())
 def test_training_continues_with_equal_losses_and_the_log_has_rank_and_reason(
     case: Case, hook: str, places: Sequence[str], tmp_path: Path
 ) -> None:
-    alone = case.alone(tmp_path / "alone", ITERATIONS)
+    alone = case.task(tmp_path / "alone", iteration_count=ITERATIONS)
     ranks = range(alone.rank_count)
-    tasks = [alone]
-    for place in places:
-        for failing in ([1], list(ranks)):
-            folder = tmp_path / f"planted-{len(tasks)}"
-            task = case.alone(folder, ITERATIONS)
-            tasks.append(replace(task, planted=place.format(hook=hook), planted_ranks=failing))
-    subprocess.run([sys.executable, *case.command(*tasks)], check=True, timeout=250)
+    planted = [(place.format(hook=hook), failing) for place in places for failing in ([1], list(ranks))]
+    tasks = [
+        case.task(
+            tmp_path / f"planted-{number}", iteration_count=ITERATIONS, planted=place, planted_ranks=failing
+        )
+        for number, (place, failing) in enumerate(planted)
+    ]
+    case.train(alone, *tasks)
     expected = losses_in(tmp_path / "alone")
     assert expected
-    for task in tasks[1:]:
-        folder = Path(task.losses_dir)
+    for task in tasks:
+        folder = Path(task.folder)
         assert losses_in(folder) == expected, task.planted
         logs = [(folder / f"log-{rank}").read_text() for rank in ranks]
         for rank in task.planted_ranks:
@@ -123,7 +104,9 @@ def test_training_continues_with_equal_losses_and_the_log_has_rank_and_reason(
 
 
 def test_a_caught_error_of_a_step_on_one_rank_blocks_no_rank(tmp_path: Path) -> None:
-    alone = PIPELINES.alone(tmp_path / "alone", ITERATIONS)
-    attached = replace(PIPELINES.alone(tmp_path / "attached", ITERATIONS), planted="step", planted_ranks=[1])
-    subprocess.run([sys.executable, *PIPELINES.command(alone, attached)], check=True, timeout=250)
+    alone = PIPELINES.task(tmp_path / "alone", iteration_count=ITERATIONS)
+    attached = PIPELINES.task(
+        tmp_path / "attached", iteration_count=ITERATIONS, planted="step", planted_ranks=[1]
+    )
+    PIPELINES.train(alone, attached)
     assert losses_in(tmp_path / "attached") == losses_in(tmp_path / "alone")

@@ -100,14 +100,7 @@ def test_data_parallelism_that_waits_within_computations_is_refused(
         attach_model(model, optimizer, **arguments).detach()
 
 
-@pytest.fixture
-def _one_rank() -> Iterator[None]:
-    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
-    yield
-    distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.usefixtures("one_rank")
 def test_the_copy_of_buffers_before_a_forward_is_a_wait() -> None:
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
     marks, sync_buffers = MarksStub(), DistributedDataParallel._sync_buffers

@@ -1,6 +1,7 @@
 """Schedules known by name run their computations in torch's order."""
 
 import re
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
@@ -33,17 +34,17 @@ def torch_orders(name: str, stage_count: int, microbatch_count: int) -> tuple[tu
     )
 
 
-def check(name: str, schedule: Schedule, microbatch_count: int) -> None:
-    expected = torch_orders(name, schedule.stage_count, microbatch_count)
-    assert schedule.orders == expected, f"{schedule.stage_count} stages, {microbatch_count} microbatches"
-
-
-def test_zero_bubble_v() -> None:
-    for stage_count, microbatch_count in product(STAGE_COUNTS, (1, 2, 3, 5, 8, 13, 16)):
-        check("ZBVZeroBubble", zero_bubble_v(stage_count, microbatch_count), microbatch_count)
-
-
-def test_dual_pipe_v() -> None:
-    for stage_count, more in product(STAGE_COUNTS, (0, 1, 2, 7)):
-        microbatch_count = 2 * stage_count + more
-        check("DualPipeV", dual_pipe_v(stage_count, microbatch_count), microbatch_count)
+@pytest.mark.parametrize(
+    ("name", "make", "least_per_stage", "more"),
+    [
+        ("ZBVZeroBubble", zero_bubble_v, 0, (1, 2, 3, 5, 8, 13, 16)),
+        ("DualPipeV", dual_pipe_v, 2, (0, 1, 2, 7)),
+    ],
+)
+def test_a_named_schedule_has_torchs_order(
+    name: str, make: Callable[[int, int], Schedule], least_per_stage: int, more: Sequence[int]
+) -> None:
+    for stage_count, more_count in product(STAGE_COUNTS, more):
+        microbatch_count = least_per_stage * stage_count + more_count
+        expected = torch_orders(name, stage_count, microbatch_count)
+        assert make(stage_count, microbatch_count).orders == expected, (stage_count, microbatch_count)

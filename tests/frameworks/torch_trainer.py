@@ -1,9 +1,10 @@
-"""Train a tiny transformer with `torch.distributed.pipelining` on CPUs: `-m …torch_trainer TASK`."""
+"""Train a tiny transformer with `torch.distributed.pipelining` on CPUs: `-m …torch_trainer TASK…`."""
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,20 +17,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 from perseus.agent.torch import attach
-from tests.frameworks.trainers import TrainerTask, main
+from perseus.demo.trainer import STOP_FILE
+from tests.frameworks.trainers import RAMP_FILE, Rank, TrainerTask, main
 
 VOCABULARY, WIDTH, LENGTH, MICROBATCH_SIZE = 64, 32, 16, 2
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-BREAK_INTERVAL = 10
-"""Iterations between two breaks."""
 CHECKPOINT_S = 5.0
-EVALUATION_STEPS = 20
 
 
 class Chunk(nn.Module):  # type: ignore[misc]
     """A few layers of the transformer; the first one has the embedding, the last one the head."""
 
-    def __init__(self, position: int, count: int, layer_count: int = 1) -> None:
+    def __init__(self, position: int, count: int, layer_count: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH) if position == 0 else None
         layers = [
@@ -50,49 +49,10 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(output.reshape(-1, VOCABULARY), target.reshape(-1))
 
 
-def make_schedule(task: TrainerTask, stage: int, group: Any) -> tuple[Any, list[nn.Module]]:
-    """Return this rank's schedule, and its chunks of the model."""
-    chunks = make_chunks(task, stage)
-    return schedule_of(task, stage, chunks, group), chunks
-
-
-def make_chunks(task: TrainerTask, stage: int) -> list[nn.Module]:
-    """Return a stage's chunks of the model."""
-    chunks = []
-    for position in _positions(task, stage):
-        torch.manual_seed(position)
-        layer_count = task.layers[position] if task.layers else 1
-        chunks.append(Chunk(position, task.stage_count * task.chunk_count, layer_count))
-    return chunks
-
-
-def schedule_of(task: TrainerTask, stage: int, chunks: Sequence[nn.Module], group: Any) -> Any:
-    """Return the schedule of a stage's chunks."""
-    count = task.stage_count * task.chunk_count
-    stages = [
-        PipelineStage(chunk, position, count, torch.device("cpu"), group=group)
-        for position, chunk in zip(_positions(task, stage), chunks, strict=True)
-    ]
-    schedule_class = get_schedule_class(task.schedule)
-    of_stages = stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0]
-    return schedule_class(of_stages, task.microbatch_count, loss_fn=loss_of)
-
-
-def _positions(task: TrainerTask, stage: int) -> list[int]:
+def positions(task: TrainerTask, stage: int) -> list[int]:
     if task.schedule in V_SHAPED:
         return [stage, task.stage_count * task.chunk_count - 1 - stage]
     return [stage + chunk * task.stage_count for chunk in range(task.chunk_count)]
-
-
-def _checkpoint(task: TrainerTask, rank: int, parameters: Sequence[torch.Tensor]) -> None:
-    """Write a checkpoint, which takes as long as a large one if the training is attached."""
-    torch.save([parameter.detach() for parameter in parameters], f"{task.losses_dir}/checkpoint-{rank}.pt")
-    if task.is_attached:
-        time.sleep(CHECKPOINT_S)
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class HiccupError(Exception):
@@ -111,64 +71,106 @@ def failing_once(step: Callable[..., Any]) -> Callable[..., Any]:
     return failing
 
 
-def train(task: TrainerTask, rank: int) -> None:
-    """Train one rank."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=task.rendezvous, rank=rank, world_size=task.rank_count)
-    sizes = (task.pipeline_count, task.stage_count, task.tensor_count)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "pp", "tp"))
-    pipeline, stage, tensor = mesh.get_coordinate()
-    chunks = make_chunks(task, stage)
-    if task.tensor_count > 1:
-        plan = {"block.*.linear1": ColwiseParallel(), "block.*.linear2": RowwiseParallel()}
-        for chunk in chunks:
-            parallelize_module(chunk, mesh["tp"], plan)
-    schedule = schedule_of(task, stage, chunks, mesh.get_group("pp"))
-    if task.planted == "step" and rank in task.planted_ranks:
-        schedule.step = failing_once(schedule.step)
-    attachment = None
-    if task.is_attached:
-        # Without a mesh, ranks synchronise when they attach.
-        device_mesh = None if task.planted else mesh
-        attachment = attach(
-            schedule, device_mesh=device_mesh, **task.attach_arguments(pipeline, stage, tensor)
-        )
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-    # The model's last chunk has the losses: in a V it is on the first stage.
-    has_losses = any(chunk.head is not None for chunk in chunks)
-    losses: list[float] = []
-    iteration, goes_on = 0, True
-    while goes_on:
-        generator = torch.Generator().manual_seed(1000 * pipeline + iteration)
-        size = (task.microbatch_count * MICROBATCH_SIZE, LENGTH + 1)
+class Training:
+    """One rank's chunks of the model, and how they are trained."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank, task = rank, rank.task
+        sizes = (task.pipeline_count, task.stage_count, task.tensor_count)
+        self.mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "pp", "tp"))
+        self.pipeline, self.stage, self.tensor = self.mesh.get_coordinate()
+        self.chunks = []
+        for position in positions(task, self.stage):
+            torch.manual_seed(position)
+            layer_count = task.layers[position] if task.layers else 1
+            self.chunks.append(Chunk(position, task.stage_count * task.chunk_count, layer_count))
+        if task.tensor_count > 1:
+            plan = {"block.*.linear1": ColwiseParallel(), "block.*.linear2": RowwiseParallel()}
+            for chunk in self.chunks:
+                parallelize_module(chunk, self.mesh["tp"], plan)
+        self.parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+        self.optimizer = torch.optim.SGD(self.parameters, lr=0.1)
+        # The model's last chunk has the losses: in a V it is on the first stage.
+        self.has_losses = any(chunk.head is not None for chunk in self.chunks)
+
+    def schedule(self, microbatch_count: int) -> Any:
+        task = self.rank.task
+        count = task.stage_count * task.chunk_count
+        stages = [
+            PipelineStage(chunk, position, count, torch.device("cpu"), group=self.mesh.get_group("pp"))
+            for position, chunk in zip(positions(task, self.stage), self.chunks, strict=True)
+        ]
+        schedule_class = get_schedule_class(task.schedule)
+        of_stages = stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0]
+        return schedule_class(of_stages, microbatch_count, loss_fn=loss_of)
+
+    def compute(self, step: Callable[..., Any], microbatch_count: int, seed: int) -> list[float]:
+        """Run an iteration or an evaluation; return its losses on the rank that has them."""
+        generator = torch.Generator().manual_seed(seed)
+        size = (microbatch_count * MICROBATCH_SIZE, LENGTH + 1)
         tokens = torch.randint(0, VOCABULARY, size, generator=generator)
-        inputs = [tokens[:, :-1]] if chunks[0].embedding is not None else []
-        found: list[torch.Tensor] = []
+        inputs = [tokens[:, :-1]] if self.chunks[0].embedding is not None else []
+        losses: list[torch.Tensor] = []
         with suppress(HiccupError):
-            schedule.step(*inputs, **({"target": tokens[:, 1:], "losses": found} if has_losses else {}))
-        losses += [loss.item() for loss in found]
-        gradients = [_local(parameter.grad) for parameter in parameters]
-        for gradient in gradients:
-            distributed.all_reduce(gradient, group=mesh.get_group("dp"))
-        iteration += 1
-        # The norm of all gradients, as for clipping: here all ranks wait for each other.
-        norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
-        state = torch.stack([norm, torch.tensor(float(rank == 0 and task.is_over(iteration)))])
-        distributed.all_reduce(state)
-        goes_on = state[1].item() == 0
-        optimizer.step()
-        optimizer.zero_grad()
-        if iteration % BREAK_INTERVAL == 0 and task.break_for == "checkpoint":
-            _checkpoint(task, rank, parameters)
-        elif iteration % BREAK_INTERVAL == 0 and task.break_for == "evaluation":
-            for _ in range(EVALUATION_STEPS):
-                schedule.eval(*inputs, **({"target": tokens[:, 1:]} if has_losses else {}))
-    if attachment is not None:
-        attachment.detach()
-    if has_losses and tensor == 0:
-        task.leave_losses(pipeline, losses)
-    distributed.destroy_process_group()
+            step(*inputs, **({"target": tokens[:, 1:], "losses": losses} if self.has_losses else {}))
+        return [loss.item() for loss in losses]
+
+    def iterate(self, schedule: Any, microbatch_count: int, iteration: int) -> None:
+        """Train an iteration, after which all ranks wait for each other, as to clip gradients."""
+        task = self.rank.task
+        losses = self.compute(schedule.step, microbatch_count, 1000 * self.pipeline + iteration)
+        gradients = [parameter.grad for parameter in self.parameters]
+        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+        for gradient in local:
+            distributed.all_reduce(gradient, group=self.mesh.get_group("dp"))
+        distributed.all_reduce(torch.stack([gradient.square().sum() for gradient in local]).sum())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if task.break_for and (iteration + 1) % task.break_interval == 0:
+            losses += self.take_a_break(schedule, microbatch_count)
+        if self.has_losses and self.tensor == 0:
+            self.rank.leave_losses(self.pipeline, losses)
+
+    def take_a_break(self, schedule: Any, microbatch_count: int) -> list[float]:
+        """Write a checkpoint, which takes as long as a large one if agents watch, or evaluate."""
+        task = self.rank.task
+        if task.break_for == "checkpoint":
+            path = f"{task.folder}/checkpoint-{self.rank.number}.pt"
+            torch.save([parameter.detach() for parameter in self.parameters], path)
+            time.sleep(CHECKPOINT_S if task.sockets else 0.0)
+            return []
+        count = 2 * task.break_interval
+        losses = [self.compute(schedule.eval, microbatch_count, -1 - number) for number in range(count)]
+        return [loss for each in losses for loss in each]
+
+
+def train(rank: Rank) -> None:
+    """Train one rank, by a schedule of its own for each number of microbatches."""
+    task, training = rank.task, Training(rank)
+    legs = [(task.microbatch_count, task.iteration_count), *task.ramp]
+    iteration = 0
+    for number, (microbatch_count, iteration_count) in enumerate(legs):
+        schedule = training.schedule(microbatch_count)
+        stages = getattr(schedule, "_stages", None) or [schedule._stage]
+        before = [dict(vars(owner)) for owner in (schedule, *stages)]
+        if task.planted == "step" and rank.number in task.planted_ranks:
+            schedule.step = failing_once(schedule.step)
+        # Without a mesh, ranks synchronise when they attach.
+        hook = partial(attach, schedule, device_mesh=None if task.planted else training.mesh)
+        end_file = STOP_FILE if number == len(task.ramp) else RAMP_FILE
+        with rank.attached(hook, training.pipeline, training.stage, training.tensor):
+            for _ in rank.iterations(iteration_count, end_file):
+                training.iterate(schedule, microbatch_count, iteration)
+                iteration += 1
+        if task.is_noted:
+            check_detached((schedule, *stages), before)
+            training.compute(schedule.step, microbatch_count, iteration)  # training still works
+
+
+def check_detached(owners: tuple[Any, ...], before: list[dict[str, Any]]) -> None:
+    wrapped = {"step", "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"}
+    for owner, old in zip(owners, before, strict=True):
+        assert not wrapped & vars(owner).keys() - old.keys()
 
 
 if __name__ == "__main__":

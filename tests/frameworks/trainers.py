@@ -1,8 +1,8 @@
-"""The common part of the frameworks' trainers: the task on the command line, and a process for every rank.
+"""The common part of the frameworks' trainers: tasks on the command line, and a process for every rank.
 
-Attached, computations take as long as on emulated GPUs, and the ranks train until the run's folder holds a
-file named `stop`; alone, they train a number of iterations, as fast as they can. In both cases the rank of
-every pipeline that has the losses writes them, bit for bit, to a file.
+Attached to agents, computations take as long as on emulated GPUs, and the ranks train until the run's folder
+holds a file named `stop`; otherwise, they train a number of iterations, as fast as they can: alone, attached
+to a notebook, or with a failure planted in the hook.
 """
 
 import ctypes
@@ -11,8 +11,10 @@ import os
 import pkgutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +25,29 @@ from perseus.agent.probe.tested_versions import met
 from perseus.demo.emulated_probe import Works, emulated_connect
 from perseus.demo.trainer import STOP_FILE
 from perseus.emulation.physics import Work
-from tests.frameworks.punctual import make_punctual
+from tests.frameworks.notebook import Notebook
 
 FAIL_FILE, CAUGHT_FILE = "fail", "caught"
 """Files of the run's folder: training has to raise an exception; it was caught."""
+RAMP_FILE = "ramp"
+"""File of the run's folder: training goes on with the task's next number of microbatches."""
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerTask:
-    """A training task. `sockets[p]` is the agent of a pipeline; none: alone."""
+    """A training task, which leaves its files in `folder`. `sockets[p]` is the agent of a pipeline."""
 
     run_dir: str
-    losses_dir: str
+    folder: str
     job_id: str
     schedule: str
     pipeline_count: int
     stage_count: int
     chunk_count: int
     microbatch_count: int
-    iteration_count: int
+    iteration_count: int = 0
     sockets: Sequence[str] = ()
     gpu_files: Sequence[Sequence[str]] = ()
     works: Sequence[Sequence[tuple[int, int, float, float, float]]] = ()
@@ -51,9 +55,14 @@ class TrainerTask:
     tensor_count: int = 1
     """Tensor-parallel ranks of each stage, with GPUs beside each other."""
     break_for: str = ""
-    """What interrupts the training between iterations from time to time, by name; none: nothing."""
+    """What interrupts the training after every `break_interval` iterations, by name; none: nothing."""
+    break_interval: int = 10
     layers: Sequence[int] = ()
     """Layers of each stage; none: one each."""
+    ramp: Sequence[tuple[int, int]] = ()
+    """(microbatches, iterations) that follow."""
+    is_noted: bool = False
+    """Attached to a notebook in place of an agent."""
     planted: str = ""
     """A function of Perseus that raises on `planted_ranks`, or the first "step"; without an agent."""
     planted_ranks: Sequence[int] = ()
@@ -65,47 +74,70 @@ class TrainerTask:
     @property
     def is_attached(self) -> bool:
         """Whether there is something to attach to."""
-        return bool(self.sockets or self.planted)
-
-    @property
-    def rendezvous(self) -> str:
-        """The ranks' rendezvous, in torch.distributed's format."""
-        return f"file://{self.losses_dir}/rendezvous"
+        return bool(self.sockets or self.is_noted or self.planted)
 
     @property
     def rank_count(self) -> int:
         """Number of ranks of the whole job."""
         return self.pipeline_count * self.stage_count * self.tensor_count
 
+
+class Rank:
+    """One rank of a task: what it attaches to, how long it trains, and what it leaves behind."""
+
+    def __init__(self, task: TrainerTask, number: int) -> None:
+        self.task = task
+        self.number = number
+        self.notebook = Notebook()
+
+    def attached(
+        self, attach: Callable[..., AbstractContextManager[Any]], pipeline: int, stage: int, tensor: int = 0
+    ) -> AbstractContextManager[Any]:
+        """Attach at a place, until the end of the block; without something to attach to, do nothing."""
+        if not self.task.is_attached:
+            return nullcontext()
+        return attach(**self.attach_arguments(pipeline, stage, tensor))
+
     def attach_arguments(self, pipeline: int, stage: int, tensor: int = 0) -> dict[str, Any]:
         """Return arguments for every framework's `attach`; put the agent's socket into the environment."""
-        if not self.sockets:
-            os.environ[SOCKET_VARIABLE] = f"{self.losses_dir}/no-agent.sock"
-            return {"job_id": self.job_id, "connect": Probe.connect}
-        os.environ[SOCKET_VARIABLE] = self.sockets[pipeline]
-        works: Works = {(Kind(kind), chunk): Work(*work) for kind, chunk, *work in self.works[stage]}
-        return {
-            "job_id": self.job_id,
-            "connect": emulated_connect(
-                Path(self.gpu_files[pipeline][stage * self.tensor_count + tensor]), works
-            ),
-        }
+        task = self.task
+        if task.is_noted:
+            return {"job_id": task.job_id, "connect": self.notebook.connect}
+        if not task.sockets:
+            os.environ[SOCKET_VARIABLE] = f"{task.folder}/no-agent.sock"
+            return {"job_id": task.job_id, "connect": Probe.connect}
+        os.environ[SOCKET_VARIABLE] = task.sockets[pipeline]
+        works: Works = {(Kind(kind), chunk): Work(*work) for kind, chunk, *work in task.works[stage]}
+        gpu_file = task.gpu_files[pipeline][stage * task.tensor_count + tensor]
+        return {"job_id": task.job_id, "connect": emulated_connect(Path(gpu_file), works)}
 
-    def is_over(self, iteration_count: int) -> bool:
-        """Whether to stop after this many iterations; one rank checks and informs the others."""
-        if self.sockets:
-            return Path(self.run_dir, STOP_FILE).exists()
-        return iteration_count == self.iteration_count
+    def iterations(self, iteration_count: int, end_file: str = STOP_FILE) -> Iterator[int]:
+        """Number iterations until the end: the first rank sees it, and the others hear of it after each."""
+        for iteration in count():
+            yield iteration
+            if self.hears(
+                Path(self.task.run_dir, end_file).exists()
+                if self.task.sockets
+                else iteration + 1 == iteration_count
+            ):
+                break
+
+    def hears(self, what: bool) -> bool:
+        """Whether the first rank says so, which all ranks wait for."""
+        import torch
+        from torch import distributed
+
+        word = torch.tensor(float(what))
+        distributed.broadcast(word, 0)
+        return bool(word.item())
 
     def leave_losses(self, pipeline: int, losses: Sequence[float]) -> None:
-        """Write a pipeline's losses, bit for bit."""
-        text = json.dumps([loss.hex() for loss in losses])
-        Path(self.losses_dir, f"losses-{pipeline}.json").write_text(text)
+        """Append an iteration's losses to a pipeline's file, bit for bit."""
+        with Path(self.task.folder, f"losses-{pipeline}").open("a") as file:
+            file.write(" ".join(loss.hex() for loss in losses) + "\n")
 
 
-def main(
-    train: Callable[[TrainerTask, int], None], prepare: Callable[[TrainerTask], None] | None = None
-) -> int:
+def main(train: Callable[[Rank], None], prepare: Callable[[TrainerTask], None] | None = None) -> int:
     """Fork a process for every rank of the command line's tasks, one task after another; return 0 on success.
 
     `prepare` runs before: its imports happen once for all ranks, and don't delay any of them.
@@ -114,31 +146,43 @@ def main(
     if prepare is not None:
         prepare(tasks[0])
     if tasks[0].sockets:
-        make_punctual(os.getpid())
+        _be_punctual()
     status = 0
     for task in tasks:
-        ranks = [_fork(train, task, rank) for rank in range(task.rank_count)]
+        ranks = [_fork(train, Rank(task, number)) for number in range(task.rank_count)]
         statuses = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
         status = max(status, *map(abs, statuses))
     return status
 
 
-def _fork(train: Callable[[TrainerTask, int], None], task: TrainerTask, rank: int) -> int:
+def _be_punctual() -> None:
+    """Give this process and its children priority over all others, if permitted.
+
+    An emulated GPU is as punctual as its process, so it must not wait for other work on this machine's cores.
+    Ranks sleep nearly all the time, so they hardly disturb other processes.
+    """
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(PermissionError, ProcessLookupError):
+            os.sched_setscheduler(int(thread), os.SCHED_FIFO, os.sched_param(1))
+
+
+def _fork(train: Callable[[Rank], None], rank: Rank) -> int:
     process = os.fork()
     if process != 0:
         return process
     # The ranks die with their parent.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    status = 1
+    task, status = rank.task, 1
     try:
         if task.planted:
-            log = os.open(f"{task.losses_dir}/log-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+            log = os.open(f"{task.folder}/log-{rank.number}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
             for output in (1, 2):  # torchtitan logs to the first
                 os.dup2(log, output)
-            if rank in task.planted_ranks and task.planted != "step":
+            if rank.number in task.planted_ranks and "." in task.planted:
                 _plant(task.planted)
-        train(task, rank)
-        Path(task.losses_dir, f"ran-{rank}.json").write_text(json.dumps(list(met.values())))
+        _train_in_group(train, rank)
+        left = {"ran": list(met.values()), **rank.notebook.notes()}
+        Path(task.folder, f"rank-{rank.number}.json").write_text(json.dumps(left))
         status = 0
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -146,6 +190,29 @@ def _fork(train: Callable[[TrainerTask, int], None], task: TrainerTask, rank: in
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _train_in_group(train: Callable[[Rank], None], rank: Rank) -> None:
+    """Train as a process that torchrun started, in a group of all ranks.
+
+    The group outlives what `train` has made: if a model were its last owner, its deletion would deadlock with
+    a thread of gloo.
+    """
+    import torch
+    from torch import distributed
+
+    count = rank.task.rank_count
+    names = {"RANK": rank.number, "LOCAL_RANK": rank.number, "WORLD_SIZE": count, "GROUP_RANK": 0}
+    launched = {"LOCAL_WORLD_SIZE": count, "TORCHELASTIC_RUN_ID": "run", "MASTER_PORT": 1}
+    os.environ.update({name: str(value) for name, value in (names | launched).items()})
+    os.environ.update(CUDA_VISIBLE_DEVICES="", MASTER_ADDR="127.0.0.1")
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{rank.task.folder}/rendezvous", rank=rank.number, world_size=count
+    )
+    train(rank)
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _plant(name: str) -> None:

@@ -17,6 +17,12 @@ from perseus.agent.probe.tested_versions import FRAMEWORKS, Run, version_key
 
 NEWEST_TORCH = "torch-2.15.0"
 """The folder with the newest torch, and the torchtitan that needs it."""
+NEWEST_MEGATRON = "megatron-core-0.19.2"
+OTHER_MEGATRONS = (
+    *(f"megatron-core-{version}" for version in ("0.12.3", "0.13.1", "0.14.0", "0.15.3")),
+    NEWEST_MEGATRON,
+)
+"""Folders with versions other than the installed one."""
 
 ROOT = Path(__file__).parents[2]
 MODULE = Path(tested_versions.__file__)

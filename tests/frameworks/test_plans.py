@@ -1,0 +1,200 @@
+"""Every framework, really training on CPUs under a real coordinator and real agents, from stock to its plan.
+
+Each case is attached, measured and planned: every computation arrives under its identity, several clocks are
+profiled, the plan is in force on every rank and is to save energy, losses are equal bit for bit, and in the
+end all GPUs are at stock. What the plans really save, `benchmarks/framework_plans.py` measures.
+"""
+
+import asyncio
+import time
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if find_spec("torch") is None:
+    pytest.skip("torch is not installed; `make test-frameworks` has it", allow_module_level=True)
+
+from perseus.demo.cluster import Cluster
+from perseus.v1 import job_pb2
+from tests.frameworks.cases import (
+    STEADY_MICROBATCHES,
+    TWO_CHUNKS,
+    TWO_STAGES,
+    UNEVEN,
+    Case,
+    Orders,
+    check_losses,
+    one_chunk,
+    whole_model,
+)
+from tests.frameworks.real_run import PLAN_TIMEOUT_S, STEP_TIMEOUT_S, real_run
+from tests.frameworks.trainers import CAUGHT_FILE, FAIL_FILE, TrainerTask
+from tests.frameworks.versions import NEWEST_TORCH, skip_unless_there
+
+pytestmark = [pytest.mark.slow("trains for real, with the framework"), pytest.mark.timeout(900)]
+
+STRAGGLER, SLOWDOWN = 1, 1.3
+BUDGET_PERCENT = 20.0
+SECOND = "second"
+of_another_layout = pytest.mark.nightly("another layout of a framework that CI trains once")
+
+on_four = partial(Case, stage_weights=UNEVEN, microbatch_count=STEADY_MICROBATCHES)
+on_two = partial(Case, stage_weights=TWO_STAGES)
+four = one_chunk(4, STEADY_MICROBATCHES)
+two = one_chunk(2)
+
+REPLICATED = on_two("torch", "1F1B", forward_s=0.03, backward_s=0.06, pipeline_count=2)
+DATA_PARALLEL = Case("replica", "ddp", forward_s=0.02, backward_s=0.05, pipeline_count=4)
+# FSDP2 waits between parts: three of each forward, four or five of each backward take these times. All ranks
+# synchronise after each part, and then compute a little: so each has its own core, and parts are few.
+FULLY_SHARDED = Case(
+    "replica", "fsdp2", forward_s=0.04, backward_s=0.08, pipeline_count=2, microbatch_count=1
+)
+
+
+def nightly(case: Case, *others: object, name: str) -> Any:
+    return pytest.param(case, *others, marks=of_another_layout, id=name)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        pytest.param(on_two("torch", "1F1B"), two, id="torch, 1F1B"),
+        pytest.param(on_two("megatron", "1f1b-timers"), two, id="Megatron-Core, 1F1B by timers"),
+        pytest.param(on_two("deepspeed", "1f1b"), two, id="DeepSpeed, 1F1B"),
+        pytest.param(
+            on_two("torchtitan", "1F1B", forward_s=0.03, backward_s=0.06), two, id="torchtitan, 1F1B"
+        ),
+        nightly(on_four("torch", "1F1B", pipeline_count=4), four, name="torch, 1F1B, 16 ranks"),
+        nightly(on_four("megatron", "1f1b-timers"), four, name="Megatron-Core, 1F1B by timers, 4 ranks"),
+        nightly(on_four("deepspeed", "1f1b"), four, name="DeepSpeed, 1F1B, 4 ranks"),
+        nightly(
+            on_two("torch", "Interleaved1F1B", chunk_count=2), TWO_CHUNKS, name="torch, interleaved 1F1B"
+        ),
+        nightly(on_two("torch", "ZBVZeroBubble", chunk_count=2), None, name="torch, ZBV"),
+        nightly(on_two("torch", "DualPipeV", chunk_count=2), None, name="torch, DualPipeV"),
+        nightly(
+            on_two("torch", "1F1B", pipeline_count=2, tensor_count=2),
+            two,
+            name="torch, data and tensor parallel",
+        ),
+        nightly(on_two("torch", "1F1B", break_for="checkpoint"), two, name="torch, checkpoints of 5 s"),
+        nightly(on_two("torch", "1F1B", break_for="evaluation"), two, name="torch, evaluations"),
+        nightly(
+            on_two("megatron", "interleaved", chunk_count=2),
+            TWO_CHUNKS,
+            name="Megatron-Core, interleaved 1F1B",
+        ),
+        nightly(
+            on_two("torchtitan", "1F1B", forward_s=0.03, backward_s=0.06, beside=[NEWEST_TORCH]),
+            two,
+            name="the newest torchtitan, 1F1B",
+        ),
+    ],
+)
+async def test_a_pipeline_is_planned(case: Case, expected: Orders | None, tmp_path: Path) -> None:
+    skip_unless_there(*case.beside)
+    async with real_run(case, tmp_path) as run:
+        await run.until_planned()
+        await run.check_plan()
+        await run.check_identities(expected or run.registered())
+    check_losses(case, run.task)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # 5 and 10 ms, between updates of a counter every 100 ms
+        pytest.param(replace(DATA_PARALLEL, forward_s=0.005, backward_s=0.01, pipeline_count=2), id="DDP"),
+        pytest.param(replace(FULLY_SHARDED, forward_s=0.005, backward_s=0.01), id="FSDP2"),
+        nightly(
+            replace(DATA_PARALLEL, schedule="ddp-children", pipeline_count=2),
+            name="DDP, loaders spawned, forked children killed",
+        ),
+        nightly(replace(FULLY_SHARDED, schedule="hsdp", pipeline_count=4), name="HSDP"),
+    ],
+)
+async def test_replicas_are_planned_within_a_slowdown_budget(case: Case, tmp_path: Path) -> None:
+    """With an evaluation after every iteration."""
+    async with real_run(case, tmp_path) as run:
+        await run.until_planned()
+        await run.check_plan()
+        await run.check_identities(whole_model(case.microbatch_count))
+        frontier = await run.observer.frontier()
+        assert frontier.points[-1].energy_j < 0.9 * frontier.baseline.energy_j
+        await run.set_budget(BUDGET_PERCENT)
+        (planned_s, *_) = (await run.job()).planned_iteration_time_s
+        assert (
+            frontier.t_min_s
+            < planned_s
+            <= 1.01 * (1 + BUDGET_PERCENT / 100) * frontier.baseline.iteration_time_s
+        )
+        energies_j = {each.energy_j for each in frontier.points if each.iteration_time_s <= planned_s}
+        assert min(energies_j) < 0.97 * frontier.points[0].energy_j
+    check_losses(case, run.task)
+
+
+@of_another_layout
+@pytest.mark.parametrize(
+    "case", [REPLICATED, DATA_PARALLEL, FULLY_SHARDED], ids=["pipelines", "DDP", "FSDP2"]
+)
+async def test_a_straggling_replica_is_detected_and_answered(case: Case, tmp_path: Path) -> None:
+    """The fast replicas' wait for a slow one is not part of their computations."""
+    async with real_run(case, tmp_path) as run:
+        await run.until_planned()
+        await run.check_plan()
+        before = run.observer.in_force_since()
+        run.cluster.degrade(STRAGGLER, SLOWDOWN)
+        await run.until_newer_plan(
+            "the straggler detected, and its answer", before, lambda: run.observer.stragglers == {STRAGGLER}
+        )
+        job = await run.job()
+        assert job.planned_iteration_time_s[0] > 1.15 * job.t_min_s, "the others take the time that there is"
+    check_losses(case, run.task)
+
+
+async def test_a_caught_failure_leaves_the_gpu_at_stock_and_training_begins_again(tmp_path: Path) -> None:
+    """Transformers' trainer checks its GPU and its own log, which contains what the plan saves."""
+    async with real_run(Case("everyday", "job", pipeline_count=2), tmp_path) as run:
+        await run.until_planned()
+        folder = Path(run.task.run_dir)
+        (folder / FAIL_FILE).touch()
+        observer = run.observer
+        await observer.until("the failure", (folder / CAUGHT_FILE).exists, STEP_TIMEOUT_S)
+        first = observer.next_whole_iteration
+        await observer.until(
+            "iterations after the failure", lambda: observer.next_whole_iteration > first + 5, STEP_TIMEOUT_S
+        )
+        assert observer.state == job_pb2.JOB_STATE_PLANNED
+    assert "perseus_energy_saved_percent" in (tmp_path / "logs" / "trainers.log").read_text()
+
+
+@of_another_layout
+@pytest.mark.parametrize("is_observed", [True, False], ids=["the other only observed", "one agent"])
+async def test_two_trainings_on_one_node(is_observed: bool, tmp_path: Path) -> None:
+    """The second one has an agent that never sets clocks, or GPUs of the first one's agent."""
+    case = on_two("torch", "1F1B")
+    more = {"pipeline_count": 2} if is_observed else {"stage_weights": 2 * TWO_STAGES}
+    tasks: list[TrainerTask] = []
+
+    def start_second(cluster: Cluster, run_dir: Path) -> None:
+        first = (1, 0) if is_observed else (0, 2)
+        tasks.append(case.under(cluster, run_dir, tmp_path / SECOND, first=first, job_id=SECOND))
+        cluster.start_trainer(SECOND, *case.command(*tasks))
+
+    observing = [1] if is_observed else []
+    nodes = replace(case.nodes, **more)
+    async with real_run(case, tmp_path, nodes=nodes, observing=observing, start_others=start_second) as run:
+        await run.until_planned()
+        expected = job_pb2.JOB_STATE_STOCK if is_observed else job_pb2.JOB_STATE_PLANNED
+        deadline_s = time.monotonic() + PLAN_TIMEOUT_S
+        while (job := await run.job(SECOND)).state != expected:
+            assert time.monotonic() < deadline_s, job
+            await asyncio.sleep(1.0)
+        assert ("not permitted" in job.state_reason) == is_observed
+    for task in (run.task, *tasks):
+        check_losses(case, task)

@@ -6,7 +6,6 @@ STAMP := $(VENV)/.installed
 LOWEST_VENV ?= .venv-lowest
 FRAMEWORKS_VENV ?= .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
-FRAMEWORKS_RESULTS := $(CURDIR)/tests/frameworks/results
 # Tested in addition to the versions in tests/frameworks/requirements.txt. The last one is released only for Python 3.12
 # and later; the tested parts of it also run under 3.11.
 MEGATRON_CORES := 0.12.3 0.13.1 0.14.0 0.15.3
@@ -34,7 +33,7 @@ PARTS := grid languages prometheus slurm web
 # Every runnable module of benchmarks/ is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
-.PHONY: demo test test-times test-ci test-all test-lowest test-slow test-serial test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions test-serving \
+.PHONY: demo test test-times test-ci test-all test-lowest test-slow test-serial test-gpu gpu-wheels test-frameworks framework-versions test-serving \
   test-postgresql test-kubernetes test-dist test-images pictures torture torture-coordinator torture-fleet fuzz check bench docs metrics settings protos \
   contract dist clean $(PARTS:%=test-%) $(PARTS:%=needs-%)
 
@@ -83,21 +82,13 @@ test-slow: $(PARTS:%=needs-%) needs-postgresql needs-kubernetes dist
 test-serial: $(STAMP)
 	$(BIN)/pytest -m "serial $(TIER)"
 
-# Real training through every framework's hook, on CPUs, with the frameworks in their own environment; writes its
-# figures to docs/frameworks.md. One at a time, as nearly all are measured.
+# Real training through every framework's hook, on CPUs, with the frameworks in their own environment, one at a time.
 test-frameworks: $(FRAMEWORKS_STAMP)
-	FRAMEWORKS_RESULTS=$(FRAMEWORKS_RESULTS) $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks tests/gpu \
-	  $(if $(NIGHTLY),,-m "not nightly")
-	$(FRAMEWORKS_VENV)/bin/python -m tests.frameworks.case_table docs/frameworks.md
+	$(FRAMEWORKS_VENV)/bin/pytest tests/frameworks tests/gpu $(if $(NIGHTLY),,-m "not nightly")
 
 # A real vLLM on CPUs with a tiny model: it loads the plug-in, and its metrics have the names that the agent reads.
 test-serving: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/pytest tests/engines
-
-# Longer tests of the same kind: half an hour and more.
-test-frameworks-long: $(FRAMEWORKS_STAMP)
-	FRAMEWORKS_RESULTS=$(FRAMEWORKS_RESULTS) $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks_long
-	$(FRAMEWORKS_VENV)/bin/python -m tests.frameworks.case_table docs/frameworks.md
 
 # The table of versions, in the hooks and in docs/frameworks.md, from this run of the tests.
 framework-versions: $(FRAMEWORKS_STAMP)
@@ -222,6 +213,7 @@ bench: $(STAMP)
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name || exit; done
 	test ! -e $(FRAMEWORKS_STAMP) || $(FRAMEWORKS_VENV)/bin/python -m benchmarks.adapters
 	test ! -e $(FRAMEWORKS_STAMP) || $(FRAMEWORKS_VENV)/bin/python -m benchmarks.training_cost
+	test ! -e $(FRAMEWORKS_STAMP) || $(FRAMEWORKS_VENV)/bin/python -m benchmarks.framework_plans
 	$(BIN)/python -m benchmarks.report
 
 # --proto_path is the folder above the package, so that the stubs import each other as perseus.v1.

@@ -55,6 +55,11 @@ class Case:
     """Between iterations, from time to time (`torch_trainer`)."""
 
     @property
+    def has_slack(self) -> bool:
+        """Whether a plan at stock's speed saves: short computations end before a clock is set."""
+        return len(self.stage_weights) > 1 and self.forward_s >= 0.04
+
+    @property
     def workload(self) -> Workload:
         return Workload(
             job_id=self.schedule.lower(),

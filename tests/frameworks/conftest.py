@@ -63,7 +63,7 @@ class _Table:
             terminalreporter.write_line(f"FAILED {text}: `make framework-versions` writes it", red=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     """A process group of this process."""
     from torch import distributed

@@ -33,7 +33,7 @@ PARTS := grid languages prometheus slurm web
 # Every runnable module of benchmarks/ is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
-.PHONY: demo test test-times test-ci test-all test-lowest test-slow test-serial test-gpu gpu-wheels test-frameworks framework-versions test-serving \
+.PHONY: demo test test-times test-ci test-all test-lowest test-slow test-gpu gpu-wheels test-frameworks framework-versions test-serving \
   test-postgresql test-kubernetes test-dist test-images pictures torture torture-coordinator torture-fleet fuzz check bench docs metrics settings protos \
   contract dist clean $(PARTS:%=test-%) $(PARTS:%=needs-%)
 
@@ -64,23 +64,18 @@ test-lowest: $(STAMP)
 
 # What CI runs: all but the tests marked nightly. It continues after a failing part.
 test-ci:
-	$(MAKE) --keep-going test test-slow test-serial test-frameworks
+	$(MAKE) --keep-going test test-slow test-frameworks
 
 # Everything, as every night.
 test-all:
-	$(MAKE) --keep-going NIGHTLY=yes test test-slow test-serial test-frameworks
+	$(MAKE) --keep-going NIGHTLY=yes test test-slow test-frameworks
 
 # With NIGHTLY, a target runs its nightly tests, too, and property tests have more examples.
 NIGHTLY ?=
-TIER := $(if $(NIGHTLY),,and not nightly)
 
 # The tests of Perseus itself that `make test` leaves out. Run as root, it installs missing dependencies.
 test-slow: $(PARTS:%=needs-%) needs-postgresql needs-kubernetes dist
-	$(PYTEST) $(if $(NIGHTLY),--hypothesis-profile=nightly -m "(slow or hypothesis) and not serial",-m "slow and not serial $(TIER)")
-
-# Trainings whose times and energies are measured: nothing else may use the processors meanwhile.
-test-serial: $(STAMP)
-	$(BIN)/pytest -m "serial $(TIER)"
+	$(PYTEST) $(if $(NIGHTLY),--hypothesis-profile=nightly -m "slow or hypothesis",-m "slow and not nightly")
 
 # Real training through every framework's hook, on CPUs, with the frameworks in their own environment, one at a time.
 test-frameworks: $(FRAMEWORKS_STAMP)

@@ -2,8 +2,7 @@
 
 `slow("why")` is for tests of more than a second. The one that is also marked `smoke` runs the whole loop in
 real processes, and is in every tier. `nightly("why")` is for slow tests of what another test in CI would
-mostly find as well. Tests also marked `serial` measure a training: they run after the others, when nothing
-else needs the processors.
+mostly find as well.
 
 No test fails for its duration, which depends on the machine. `make test-times` (``--times``) lists the tests
 that want the marker: those that need more of the processor than a reference loop, run between tests on the
@@ -37,7 +36,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow(why): takes more than a second, and `make test` leaves it out")
     config.addinivalue_line("markers", "smoke: slow, and `make test` runs it")
-    config.addinivalue_line("markers", "serial: slow, and measures: `make test-serial` runs it alone")
     config.addinivalue_line("markers", "nightly(why): CI leaves it out, and `make test-all` runs it")
     if config.getoption("times"):
         config.pluginmanager.register(_Times())

@@ -15,7 +15,8 @@ import pytest
 if find_spec("torch") is None:
     pytest.skip("torch is not installed; `make test-frameworks` has it", allow_module_level=True)
 
-from perseus.demo.cluster import Cluster, start_process
+from perseus.demo.cluster import Cluster
+from perseus.demo.processes import Process
 from perseus.demo.trainer import STOP_FILE
 from perseus.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, rank_pb2
 from tests.frameworks.cases import Case, check_losses, losses_in
@@ -81,7 +82,8 @@ class Job:
         case, folder = launch.case, self._folder / name
         legs = [] if ramp is None else [(ramp, 0)]
         task = case.under(self._cluster, folder, folder, layers=case.stage_weights, ramp=legs)
-        trainers = start_process(self._folder / f"{name}.log", *case.command(task))
+        trainers = Process(self._folder / f"{name}.log", *case.command(task))
+        trainers.launch()
         try:
             await self._until_enough(launch, task)
             if ramp is not None:
@@ -91,8 +93,7 @@ class Job:
                 (folder / STOP_FILE).touch()
                 assert await asyncio.to_thread(trainers.wait, STEP_TIMEOUT_S) == 0
         finally:
-            trainers.kill()
-            await asyncio.to_thread(trainers.wait)
+            await asyncio.to_thread(trainers.kill)
         await until_at_stock(NODES, self._cluster)
         counts = Counter(len(line.split()) for line in losses_in(folder)[0])
         assert len(counts) == 1 + len(legs)

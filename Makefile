@@ -34,7 +34,7 @@ PARTS := grid languages prometheus slurm web
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
 .PHONY: demo test test-times test-ci test-all test-lowest test-slow test-gpu gpu-wheels test-frameworks framework-versions test-serving \
-  test-postgresql test-kubernetes test-dist test-images pictures torture torture-coordinator torture-fleet fuzz check bench docs metrics settings protos \
+  test-postgresql test-kubernetes test-dist test-images pictures torture torture-coordinator torture-fleet fuzz mutants check bench docs metrics settings protos \
   contract dist clean $(PARTS:%=test-%) $(PARTS:%=needs-%)
 
 demo: $(STAMP)
@@ -194,6 +194,14 @@ fuzz: $(STAMP)
 # The documentation site, in build/docs; warnings are errors, and broken links are warnings.
 docs: $(STAMP)
 	$(BIN)/sphinx-build --fail-on-warning --fresh-env --quiet -b html docs build/docs
+
+# Which tests can't fail: a sample of mutants against their own part's tests, for an hour or two. With AGAINST=FILE, the
+# mutants of that earlier report.
+MUTANTS ?= build/mutants.jsonl
+mutants: $(STAMP)
+	$(BIN)/pip install -qq 'cosmic-ray>=8.4,<9' 'pytest-cov>=7,<8'
+	mkdir -p $(dir $(MUTANTS))
+	$(BIN)/python -m tests.mutants $(MUTANTS) $(if $(AGAINST),--against $(AGAINST))
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

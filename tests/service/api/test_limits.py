@@ -2,6 +2,7 @@
 slowed down."""
 
 import asyncio
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,7 @@ async def test_a_fast_sender_is_slowed_down_and_loses_nothing(tmp_path: Path) ->
         other = FakeAgent(client, "b", [])
         await other.hello()
         with capture_logs() as logs:
+            began_s = time.monotonic()
             agent = await joined(client, "a")
 
             async def send_batches() -> None:
@@ -196,6 +198,8 @@ async def test_a_fast_sender_is_slowed_down_and_loses_nothing(tmp_path: Path) ->
                 await other.beat()
             await sending
             await agent.until(lambda: agent.acknowledged == count)
+            took_s = time.monotonic() - began_s
+        assert took_s >= 1.0, "five messages may come at once, the next nine 0.2 s apart"
         assert agent.telemetry_refused == []
         assert not agent.reader.done(), "its stream is there still"
         slowed = [line for line in logs if "slowed down" in line["event"]]

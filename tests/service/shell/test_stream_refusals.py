@@ -115,6 +115,14 @@ async def test_invalid_telemetry_is_refused_by_itself(client: Client) -> None:
         assert (refused.sequence, refused.reason, refused.field) == (batch.sequence, "INVALID_FIELD", field)
         assert refused.expected
         assert refused.found
+    for sequence in (0, -1, 2**63 - 1):
+        batch = agent.telemetry(rank)
+        agent.sequence -= 1
+        batch.sequence = sequence
+        await agent.send(telemetry=batch)
+        await agent.beat()
+        refused = agent.telemetry_refused[-1]
+        assert (refused.field, agent.acknowledged) == ("sequence", agent.sequence)
     assert (await client.ranks())[0].iteration == 0
     again = FakeAgent(client)
     await again.join()

@@ -266,6 +266,13 @@ async def test_agents_report_power_before_any_iteration(tmp_path: Path) -> None:
             return 1100.0 < (await power.feed("hall")).unmanaged_w <= 4 * 250 + 460.001
 
         await until(is_known)
+
+        async def is_impossible() -> bool:
+            await agent.send(**reading(agent, 1e7))
+            feed = await power.feed("hall")
+            return feed.conflicting_gpu_count == 4 and 9_000.0 < feed.unmanaged_w <= 4 * 2500.001
+
+        await until(is_impossible)
         await agent.send(power_reading={"duration_s": 1.0, "gpu_uuid": ["g"], "power_w": [-1.0]})
         await agent.until(lambda: bool(agent.messages_refused))
         refused = agent.messages_refused[0]

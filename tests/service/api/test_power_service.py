@@ -213,11 +213,17 @@ async def test_feeds_show_their_limits_and_a_percentage_refers_to_one(tmp_path: 
 
 async def test_ranks_are_on_the_feed_of_their_hosts(tmp_path: Path) -> None:
     async with serving(tmp_path, feeds=FEEDS) as (client, power):
-        await planned(client)
+        agent = await planned(client)
         hall = await power.feed_once(lambda feed: feed.managed_w > 0, "hall")
         default = await power.feed()
         assert hall.measured_w > 0 == default.measured_w
         assert (hall.limit_w, hall.is_compliant) == (5000.0, True)
+
+        async def is_read() -> bool:
+            await agent.send(**reading(agent, hall.managed_w))
+            return (await power.feed("hall")).measured_w > 2 * hall.managed_w
+
+        await until(is_read)
 
 
 @pytest.mark.parametrize(("fail_safe", "lease_s"), [("stock", 30.0), ("last plan", 1e6)])

@@ -15,7 +15,7 @@ from perseus.service.domain.signals import (
     SignalTargetState,
     WorkUntil,
 )
-from perseus.service.fleet.signal_targets.decision import Decision, decide
+from perseus.service.fleet.signal_targets.decision import MIN_INTERVAL_S, Decision, decide
 from perseus.service.fleet.signal_targets.speed_curve import SpeedCurve, SpeedPoint
 from perseus.service.fleet.signals.history import SignalForecast
 
@@ -45,6 +45,24 @@ def test_a_dirty_hour_is_slow_and_a_clean_one_is_not() -> None:
     assert (window.begin_s, window.end_s) == (0.0, 24 * HOUR_S)
     assert window.iteration_count == pytest.approx(24 * HOUR_S / 1.05)
     assert dirty.next_s == HOUR_S / 4
+
+
+@pytest.mark.parametrize(
+    ("now_s", "forecast", "next_s"),
+    [
+        (0.0, None, MIN_INTERVAL_S),
+        (HOUR_S - 60, DIRTY, HOUR_S),
+        (10.9 * HOUR_S, replace(DIRTY, hour_s=9 * HOUR_S), 11 * HOUR_S),
+        (11 * HOUR_S, DIRTY, 11.25 * HOUR_S),
+    ],
+    ids=["no signal", "next hour", "end of the window", "window is over"],
+)
+def test_the_next_decision_comes_in_time(
+    now_s: float, forecast: SignalForecast | None, next_s: float
+) -> None:
+    job = JobSignal(UNTIL, None, None)
+    job = after(job, decide(job, CURVE, 0.0, DIRTY))
+    assert decide(job, CURVE, now_s, forecast).next_s == next_s
 
 
 def test_a_new_horizon_follows_one_that_is_over() -> None:

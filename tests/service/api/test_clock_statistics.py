@@ -1,9 +1,13 @@
 """Clock statistics, from the agent's batch to the job that a client sees."""
 
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from perseus.service.api.translate_agents import telemetry_from_proto
 from perseus.service.api.translate_jobs import rank_to_proto
+from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.inputs import TelemetryArrived
 from perseus.service.domain.model import RankFilter
 from perseus.service.domain.specification import Coordinates
@@ -50,3 +54,9 @@ def test_the_coordinator_shows_a_ranks_latest_clock_statistics() -> None:
 def test_a_rank_without_predictions_has_no_prediction_error() -> None:
     clocks = arrived(clock_statistics_pb2.ClockStatistics(plan_version=1))
     assert clocks.prediction_error_s is None
+
+
+@pytest.mark.parametrize(("name", "value"), [("late_raise_count", -1), ("margin_s", -0.5)])
+def test_negative_figures_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(InvalidFieldError, match=f"clocks.{name}: expected 0 to "):
+        arrived(clock_statistics_pb2.ClockStatistics(**{name: value}))

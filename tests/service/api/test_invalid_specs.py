@@ -86,6 +86,7 @@ def test_invalid_names_of_jobs_are_refused(job_id: str, metadata: dict[str, str]
         (spec_message(layers=[[4], [6], [1]]), "stage_work", "3"),
         (spec_message(layers=[[4], [3, 3]]), "stage_work[1].layer_counts", "2"),
         (spec_message(layers=[[4], [0]]), "stage_work[1].layer_counts", "0"),
+        (spec_message(layers=[[4], [10_001]]), "stage_work[1].layer_counts", "10001"),
         (explicit(FINE), "schedule.explicit.stages", "1"),
         (explicit(FINE, [(FORWARD, 0), (NO_KIND, 0)]), None, "0"),
     ],

@@ -59,14 +59,24 @@ async def test_watching_shows_the_job_then_every_event_once_and_in_order_until_i
     assert sequences(again) == events
 
 
-async def test_a_watcher_gets_gaps_for_deleted_events(tmp_path: Path) -> None:
+LATER_TYPE: Any = 1000
+LATER_DETAILS = b"\x82\x3f\x03abc"
+"""An unknown field of number 1008."""
+
+
+async def test_a_watcher_gets_gaps_for_deleted_events_and_those_of_a_later_version_unchanged(
+    tmp_path: Path,
+) -> None:
     settings = make_settings(tmp_path)
     async with connected(settings) as client:
         await client.register()
         for percent in (1, 2, 3, 4, 5):
             await client.ask("SetPolicy", job_id="job", policy={"max_slowdown_percent": percent})
+    later = event_pb2.JobEvent(sequence=3, type=LATER_TYPE).SerializeToString() + LATER_DETAILS
     with closing(sqlite3.connect(settings.database)) as connection, connection:
         connection.execute("DELETE FROM events WHERE sequence IN (1, 2, 5)")
+        changed = "UPDATE events SET type = ?, event = ? WHERE sequence = 3"
+        connection.execute(changed, (LATER_TYPE, later))
     async with connected(settings) as client:
         await client.finish()
         updates = [update async for update in watch(client) if not update.HasField("job")]
@@ -75,6 +85,7 @@ async def test_a_watcher_gets_gaps_for_deleted_events(tmp_path: Path) -> None:
         gap(first_missed_sequence=1, last_missed_sequence=2),
         gap(first_missed_sequence=5, last_missed_sequence=5),
     ]
+    assert updates[1].event.SerializeToString() == later
     kinds = [update.WhichOneof("update") for update in updates]
     assert kinds == ["gap", "event", "event", "gap", "event", "event", "caught_up"]
 

@@ -56,6 +56,13 @@ def test_an_export_is_the_same_from_every_engine_and_imported_by_each(
     assert asyncio.run(is_marker_known())
 
 
+def test_what_an_engine_stored_itself_is_exported_whole(database: Path | str, tmp_path: Path) -> None:
+    fill_planned(database)
+    text = exported(database)
+    import_database(tmp_path / "other.db", io.StringIO(text))
+    assert exported(tmp_path / "other.db") == text
+
+
 def test_a_database_that_is_not_empty_is_not_filled(database: Path | str) -> None:
     asyncio.run(fill(database, NewRun(make_spec(), 1, 1.0)))
     text = exported(database)

@@ -100,6 +100,7 @@ async def test_only_the_invalid_messages_among_hundreds_are_refused(client: Clie
         ("plan_answer", {"version": 0}, "plan_answer.version"),
         ("rank_left", {"reason": 0}, "rank_left.reason"),
         ("gpu_error", {"reason": 99}, "gpu_error.reason"),
+        ("plan_in_force", {"version": 2**63 - 1}, "plan_in_force.version"),
     ],
 )
 async def test_an_invalid_message_is_refused_with_its_rank_if_it_names_one(
@@ -127,6 +128,11 @@ async def test_an_invalid_announcement_refuses_its_rank(client: Client) -> None:
     await agent.until(lambda: bool(agent.refused))
     assert (agent.refused[0].reason, agent.refused[0].rank) == ("INVALID_FIELD", message.rank)
     assert agent.refused[0].metadata["field"] == "rank_joined.iteration"
+    message.ClearField("rank")
+    await agent.send(rank_joined=message)
+    await agent.until(lambda: bool(agent.messages_refused))
+    assert agent.messages_refused[0].field == "rank_joined.rank"
+    assert not agent.messages_refused[0].HasField("rank"), "not the first one"
     await agent.join_ranks()
     assert len(agent.accepted) == len(ALL_PLACES)
 

@@ -17,7 +17,7 @@ from perseus.service.shell.ledger import Ledger
 from perseus.service.storage.sql_store import SqlStore
 from perseus.v1 import ledger_service_pb2 as pb
 from tests.ports import free_port
-from tests.service.grpc_fakes import ALL_PLACES, Client, connected, make_settings, planned
+from tests.service.grpc_fakes import ALL_PLACES, Client, connected, joined, make_settings, planned
 from tests.service.web.scraping import scrape
 
 
@@ -103,6 +103,16 @@ async def test_a_restart_counts_nothing_twice_and_leaves_nothing_out(tmp_path: P
         after = (await listed(client)).total
         assert after.iteration_count == before.iteration_count + 3
         assert after.energy_kwh > before.energy_kwh
+
+
+async def test_the_savings_of_a_job_without_a_baseline_are_unknown(tmp_path: Path) -> None:
+    async with connected(make_settings(tmp_path, baseline_iterations=100)) as client:
+        await (await joined(client)).iterate()
+        account = (await listed(client)).total
+    assert account.iteration_count == 1
+    assert account.uncompared_energy_kwh == account.energy_kwh > 0
+    assert not account.HasField("saved_energy_kwh")
+    assert not account.HasField("cost")
 
 
 def insert_hours(database: Path, job_ids: list[str]) -> None:

@@ -23,6 +23,7 @@ from perseus.tls.files import Role, TlsError, TlsFiles, TlsSource
 _log = structlog.get_logger(__name__)
 
 POLL_S = 60.0
+"""Pause between looks whether certificates were renewed or are about to expire."""
 
 
 class Port:

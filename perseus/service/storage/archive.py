@@ -31,6 +31,7 @@ from perseus.service.storage.migrating import migrate, slot_count
 _FORMAT = "perseus-store"
 _ROW_BATCH = 500
 MAX_LINE_LENGTH = 128 * 2**20
+"""In characters: a line beyond it is refused before all of it is read."""
 _UNFIT_VALUES = (ValueError, OverflowError, DataError, IntegrityError, InterfaceError, ProgrammingError)
 
 

@@ -40,6 +40,7 @@ _SHUTDOWN_S = 1.0
 """Browsers do not answer the end of TLS; the file descriptor is kept this long."""
 
 SWEEP_S = 5.0
+"""Pause between looks for quiet connections."""
 _PAUSE_S = 1.0
 """Pause before the next connection is accepted, when no file descriptor is left."""
 

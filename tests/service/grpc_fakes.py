@@ -65,8 +65,8 @@ if TYPE_CHECKING:
 
 ITERATION_TIME_S = 0.8
 TIMEOUT_S = 60.0
-METHODS = {
-    method.name: method
+_ALL_METHODS = [
+    method
     for module in (
         agent_service_pb2,
         frontier_service_pb2,
@@ -78,8 +78,10 @@ METHODS = {
     )
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods
-}
+]
+METHODS = {method.name: method for method in _ALL_METHODS}
 """The methods of all services."""
+assert len(METHODS) == len(_ALL_METHODS), "no two methods have the same name"
 ALL_PLACES = [Coordinates(pipeline, stage, 0) for pipeline in range(2) for stage in range(2)]
 
 

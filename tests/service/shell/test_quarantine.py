@@ -48,15 +48,18 @@ class BrokenError(Exception):
     """A bug in the coordinator that affects one job."""
 
 
-def break_at(owner: Any, name: str, job_id_of: Callable[..., str]) -> Callable[[pytest.MonkeyPatch], None]:
-    """Return what lets a function fail half-way for the job."""
+def break_at(
+    owner: Any, name: str, job_id_of: Callable[..., str], *, is_half_way: bool = True
+) -> Callable[[pytest.MonkeyPatch], None]:
+    """Return what lets a function fail for the job, half-way or before it does anything."""
     function = getattr(owner, name)
 
     @wraps(function)
     def failing(*arguments: Any, **options: Any) -> Any:
-        answer = function(*arguments, **options)
-        if job_id_of(*arguments) == "job":
-            raise BrokenError("half-way")
+        is_broken = job_id_of(*arguments) == "job"
+        answer = None if is_broken and not is_half_way else function(*arguments, **options)
+        if is_broken:
+            raise BrokenError("made for the test")
         return answer
 
     return lambda monkeypatch: monkeypatch.setattr(owner, name, failing)
@@ -64,7 +67,7 @@ def break_at(owner: Any, name: str, job_id_of: Callable[..., str]) -> Callable[[
 
 break_machine = break_at(JobMachine, "_take_telemetry", lambda machine, *_: machine.spec.job_id)
 break_view = break_at(views, "job", lambda run: run.spec.job_id)
-break_action = break_at(OutboxPort, "accept_rank", lambda port, job_id, *_: job_id)
+break_action = break_at(OutboxPort, "accept_rank", lambda port, job_id, *_: job_id, is_half_way=False)
 
 
 def break_record(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,7 @@ class Port:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         """Return what records a message, by the name of the port's method; it may fail about a job."""
+        assert hasattr(AgentPort, name), name
 
         def record(*arguments: Any) -> None:
             if name in ("accept_rank", "limit_rank", "refuse_rank", "offer"):

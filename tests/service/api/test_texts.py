@@ -77,6 +77,8 @@ async def test_a_request_with_such_a_text_is_refused(client: Client) -> None:
 
 
 async def test_an_agents_message_with_such_a_text_is_refused_by_itself(client: Client) -> None:
+    tried = {".".join(field.name for field in path) for path in SENT}
+    assert {"hello.instance_id", "rank_joined.gpu.uuid", "telemetry.job_id"} <= tried
     agent = FakeAgent(client)
     await agent.hello()
     for path, text in product(SENT, HOSTILE):

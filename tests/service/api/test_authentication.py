@@ -159,13 +159,10 @@ async def test_a_refusal_has_its_reason_and_is_logged_without_the_secret(
 ) -> None:
     async with site.as_(secret) as client:
         with capture_logs() as logs:
-            assert (await refusal(client.ask("ListJobs")))[:2] == (UNAUTHENTICATED, reason)
-    (line,) = logs
-    assert (line["event"], line["reason"], line["rpc"]) == (
-        "caller refused",
-        reason,
-        "/perseus.v1.JobService/ListJobs",
-    )
+            for _ in range(2):
+                assert (await refusal(client.ask("ListJobs")))[:2] == (UNAUTHENTICATED, reason)
+    (line,) = [each for each in logs if each["event"] == "caller refused"]  # once, not twice
+    assert (line["reason"], line["rpc"]) == (reason, "/perseus.v1.JobService/ListJobs")
     assert line["peer"].startswith("ipv4:127.0.0.1:")
     assert "perseus_wrong" not in str(line)
 

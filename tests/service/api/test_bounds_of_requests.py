@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from perseus.service.domain.messages import problem_to_proto
+from perseus.service.job import progress
 from perseus.v1 import computation_pb2, frontier_service_pb2, job_pb2, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest
 from tests.service.api.test_translate_graphs import example as graph_example
@@ -157,7 +159,10 @@ OF_COORDINATOR = {
 """Fields that the coordinator does not read."""
 
 
-async def test_every_number_of_agents_messages_has_bounds(client: Client) -> None:
+async def test_every_number_of_agents_messages_has_bounds(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "NO_PROGRESS_TIMEOUT_S", 3600.0)  # or the job stalls on a slow machine
     agent = await joined(client)
     bases = output(agent)
     bases[0].rank_joined.gpu.uuid = "another"  # or another place would be refused for its GPU

@@ -105,14 +105,14 @@ def telemetry(rank: Coordinates, sequence: int) -> wire.ConnectRequest:
     return sent(telemetry=batch)
 
 
-REASON_OF_ERROR: dict[str, Any] = {"gpu_uuid": "GPU-0-0-0", "reason": 4, "message": "m"}
+GPU_ERROR: dict[str, Any] = {"gpu_uuid": "GPU-0-0-0", "reason": 4, "message": "m"}
 VALID = [
     joined(MINE),
     telemetry(MINE, BEGINNING + 1),
     sent(rank_left=about(MINE) | {"reason": 2}),
     sent(plan_answer=about(MINE) | {"epoch": "e", "version": 1, "accepted": True}),
     sent(plan_in_force=about(MINE)),
-    sent(gpu_error=about(MINE) | REASON_OF_ERROR),
+    sent(gpu_error=about(MINE) | GPU_ERROR),
     sent(trainer_unmarked=about(MINE) | {"message": "m"}),
     sent(message_refused={"reason": "R", "field": "f[3]"}),
     sent(power_reading={"duration_s": 1.0, "gpu_uuid": ["GPU-0-0-0", "GPU-x"], "power_w": [90.0, 60.0]}),

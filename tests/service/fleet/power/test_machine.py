@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -323,38 +323,45 @@ def test_slowed_jobs_and_the_power_without_plans_are_reported() -> None:
     assert run.machine.target_time_s("z") is None
 
 
-STEPS: dict[str, tuple[Feed, list[tuple[list[Input], int, int, float, float]]]] = {
+class Step(NamedTuple):
+    """What is set, then for how many seconds, since when, and between which powers all draw."""
+
+    events: list[Input]
+    seconds: int
+    since_s: int
+    least_w: float
+    most_w: float
+
+
+STEPS: dict[str, tuple[Feed, list[Step]]] = {
     "a default limits a feed while no budget does": (
         Feed("a", default_w=1500.0),
         [
-            ([], 60, 5, 0, 1500),
-            ([BudgetSet(Budget("more", "a", 1800.0, 60.0, 120.0))], 60, 10, 1501, 1800),
-            ([], 60, 5, 0, 1500),
+            Step([], 60, 5, 0, 1500),
+            Step([BudgetSet(Budget("more", "a", 1800.0, 60.0, 120.0))], 60, 10, 1501, 1800),
+            Step([], 60, 5, 0, 1500),
         ],
     ),
     "the lowest of several budgets counts, and one may be cancelled": (
         Feed("a"),
         [
-            ([BudgetSet(Budget(f"{w}", "a", w, 0.0)) for w in (1600.0, 1200.0)], 30, 29, 0, 1200),
-            ([BudgetCancelled("1200.0")], 30, 29, 1501, 1600),
+            Step([BudgetSet(Budget(f"{w}", "a", w, 0.0)) for w in (1600.0, 1200.0)], 30, 29, 0, 1200),
+            Step([BudgetCancelled("1200.0")], 30, 29, 1501, 1600),
         ],
     ),
     "jobs make room for a new job": (
         Feed("a"),
         [
-            ([JobLeft("y"), BudgetSet(Budget("b", "a", 1500.0, 0.0))], 20, 19, 1000, 1000),
-            ([JobChanged(demand("y"), 1.0)], 10, 9, 1001, 1500),
-            ([JobLeft("y")], 20, 19, 1000, 1000),
+            Step([JobLeft("y"), BudgetSet(Budget("b", "a", 1500.0, 0.0))], 20, 19, 1000, 1000),
+            Step([JobChanged(demand("y"), 1.0)], 10, 9, 1001, 1500),
+            Step([JobLeft("y")], 20, 19, 1000, 1000),
         ],
     ),
 }
 
 
 @pytest.mark.parametrize(("feed", "steps"), STEPS.values(), ids=STEPS)
-def test_power_stays_within_what_is_set(
-    feed: Feed, steps: list[tuple[list[Input], int, int, float, float]]
-) -> None:
-    """Steps: what is set, then for how many seconds, since when, and between which powers all draw."""
+def test_power_stays_within_what_is_set(feed: Feed, steps: list[Step]) -> None:
     run = site(demand("x"), demand("y"), feed=feed)
     for events, seconds, since_s, least_w, most_w in steps:
         for event in events:

@@ -187,11 +187,13 @@ async def tokens_of_two_slots(path: Path) -> AsyncIterator[tuple[Tokens, Tokens,
     store = await SqlStore.open(path / "jobs.db")
     writer = Writer(store)
     writing = asyncio.create_task(writer.run())
-    async with asyncio.timeout(TIMEOUT_S):
-        yield Tokens(store, writer), Tokens(store, writer, fleet()), store
-    writing.cancel()
-    await asyncio.gather(writing, return_exceptions=True)
-    await store.close()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            yield Tokens(store, writer), Tokens(store, writer, fleet()), store
+    finally:
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        await store.close()
 
 
 async def test_a_replaced_secret_of_the_operator_ends_its_streams_at_other_slots(

@@ -131,7 +131,8 @@ async def until_it_is_published(site: Site, client: aiomqtt.Client, heard: Heard
 async def test_every_message_has_one_answer(site: Site) -> None:
     """Signed but invalid messages get a snapshot under their identifier, unverified ones a log line.
 
-    What makes a message invalid is tested with the state machine and the contract's messages.
+    A message is unverified, too, if its source is not the sender whose topic it is on. What makes a message
+    invalid is tested with the state machine and the contract's messages.
     """
     async with site.listening() as (client, heard):
         await until_it_is_published(site, client, heard)
@@ -144,11 +145,12 @@ async def test_every_message_has_one_answer(site: Site) -> None:
     accepted = isv.envelope(now_s, good)
     refused = isv.envelope(now_s, {"targets": [target_of(1, feed_tags=["cellar"])]})
     unsigned = isv.envelope(now_s, good, data=other_user.signed(good))
+    forged = Sender(site.gateway.keys, "volt").envelope(now_s, good)
     last = isv.envelope(now_s, {"targets": [target_of(6e5, feed_tags=["hall-b"])]})
     async with site.listening() as (client, heard):
         await site.send(client, accepted)
         await heard.status(of(accepted["correlationid"]), "the target is reported")
-        for sent in (refused, accepted, unsigned):
+        for sent in (refused, accepted, unsigned, forged):
             await site.send(client, sent)
         await client.publish(isv.topic, b"no json", qos=1)
         await site.send(client, last)
@@ -159,8 +161,8 @@ async def test_every_message_has_one_answer(site: Site) -> None:
             if not any("ramp" in feed["event"] for feed in data["feeds"].values())  # it answers no message
         ]
         ids = [correlation_id for correlation_id, _ in reported]
-        counts = [ids.count(sent["correlationid"]) for sent in (refused, accepted, unsigned)]
-        assert counts == [1, 2, 0], "a duplicate is reported again"
+        counts = [ids.count(sent["correlationid"]) for sent in (refused, accepted, unsigned, forged)]
+        assert counts == [1, 2, 0, 0], "a duplicate is reported again"
         ((_, data),) = (each for each in reported if each[0] == refused["correlationid"])
         targets = [target["correlation_id"] for target in data["feeds"]["hall-a"]["targets"]]
         assert refused["correlationid"] not in targets
@@ -169,8 +171,9 @@ async def test_every_message_has_one_answer(site: Site) -> None:
     assert [first, *others] == ["accepted", "accepted before", "accepted"]
     assert "a feed that is not served" in unknown
     reasons = [line["reason"] for line in lines if line["event"] == "message refused"]
-    for wanted, reason in zip(("expected a signature by", "expected JSON"), reasons, strict=True):
-        assert wanted in reason
+    wanted = ("expected a signature by", "source: expected //grid/v1/isv/acme-energy", "expected JSON")
+    for each, reason in zip(wanted, reasons, strict=True):
+        assert each in reason
     limits = {(budget.feed, budget.limit_w) for budget in await site.budgets()}
     assert limits == {("hall-a", 7e5), ("hall-b", 6e5)}
 

@@ -1,7 +1,8 @@
 """Tested framework versions of the hooks: one table, for the hooks and docs/frameworks.md.
 
 `RUNS` lists the versions with which the tests trained, attached. `make framework-versions` writes it, and
-from it the table in the docs; `make test-frameworks` fails if it differs from the versions just run.
+from it the table in the docs; `make test-frameworks` fails if a version just run is not in it, and with
+`NIGHTLY=yes` also if one in it was not run.
 
 Standard library only.
 """

@@ -34,9 +34,15 @@ def test_a_token_is_made_used_and_revoked(environment: Mapping[str, str], tmp_pa
     ended = perseus("jobs list", **reader)
     assert ended.exit_code == 1
     assert "token 'dash' is revoked" in ended.stderr
-    again = perseus("tokens create dash --scope reader", **environment)
-    assert again.exit_code == 2
-    assert "token 'dash' already exists" in again.stderr
+    for command, reason in (
+        ("create dash --scope reader", "token 'dash' already exists"),
+        ("create X --scope reader", "name: expected 1 to 63 of"),
+        ("create x --scope agent --jobs a --hosts 'a b'", "host_patterns[0]: expected 1 to 253"),
+        ("revoke nobody", "there is no token 'nobody'"),
+    ):
+        refused = perseus(f"tokens {command}", **environment)
+        assert refused.exit_code == 2
+        assert reason in refused.stderr
 
 
 def test_a_refused_token_is_named_by_its_origin_with_what_to_do(

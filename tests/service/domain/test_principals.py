@@ -75,7 +75,19 @@ def test_grants_are_parsed_as_in_the_configuration(text: str, grant: Grant) -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["", "agent", "agent:", "agent:a b", "reader:a", "operator:*", "root", "agent:[a]"]
+    "text",
+    [
+        "",
+        "agent",
+        "agent:",
+        "agent:a b",
+        "reader:a",
+        "reader:@a",
+        "operator:*",
+        "root",
+        "agent:[a]",
+        "agent:a@b c",
+    ],
 )
 def test_an_invalid_grant_is_refused(text: str) -> None:
     with pytest.raises(InvalidFieldError):

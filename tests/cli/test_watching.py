@@ -22,6 +22,7 @@ UPDATES = [
     job(0, None),
     job(0, None),
     job_service_pb2.WatchJobResponse(event=event_pb2.JobEvent(sequence=7, message="[1] clock is measured")),
+    job_service_pb2.WatchJobResponse(caught_up=job_service_pb2.CaughtUp()),
     job(1, 61.0),
     job(1, 60.0),
     job_service_pb2.WatchJobResponse(job=job_pb2.Job(state=job_pb2.JOB_STATE_SOLVING)),
@@ -37,6 +38,7 @@ def test_without_a_bar_each_tried_clock_has_a_line(capsys: pytest.CaptureFixture
     assert [line.strip() for line in printed.out.splitlines()] == [
         "profiling: 0 of at most 12 clocks tried",
         "00:00:00  [1] clock is measured",
+        "so far; new events follow",
         "profiling: 1 of at most 12 clocks tried, done within 1 min 01 s",
         "pipeline 0 iteration 3: 0.500 s, 0 J, plan 0",
     ]
@@ -49,10 +51,10 @@ def test_json_is_an_object_on_a_line_for_each_update(capsys: pytest.CaptureFixtu
             watching.show(update)
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [list(each) for each in found] == [
-        ["job"], ["job"], ["event"], ["job"], ["job"], ["job"], ["iteration"]
+        ["job"], ["job"], ["event"], ["caught_up"], ["job"], ["job"], ["job"], ["iteration"]
     ]  # fmt: skip
-    assert found[3]["job"]["profiling_progress"]["remaining_s"] == 61.0
-    assert found[5]["job"]["profiling_progress"] is None
+    assert found[4]["job"]["profiling_progress"]["remaining_s"] == 61.0
+    assert found[6]["job"]["profiling_progress"] is None
 
 
 def test_a_bar_is_below_the_lines_on_a_terminal(
@@ -62,10 +64,10 @@ def test_a_bar_is_below_the_lines_on_a_terminal(
     terminal = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "xterm", "COLUMNS": "100"})
     monkeypatch.setattr("perseus.cli.watching.error_console", terminal)
     with Watching(as_json=False) as watching:
-        for update in UPDATES[:5]:
+        for update in UPDATES[:6]:
             watching.show(update)
         watching._bar.refresh()
     printed = capsys.readouterr()
     assert isinstance(terminal.file, io.StringIO)
     assert "1 of at most 12 clocks tried, done within 1 min 00 s" in terminal.file.getvalue()
-    assert printed.out == "00:00:00  [1] clock is measured\n"
+    assert printed.out == "00:00:00  [1] clock is measured\n          so far; new events follow\n"

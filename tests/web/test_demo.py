@@ -18,7 +18,7 @@ WORKLOAD = replace(SMALL, job_id="seen")
 TOLERANCE_PERCENT = 1000.0
 """Beside other tests, iterations take longer than planned: that ends no plan."""
 
-LONG_MS = 90_000
+LONG_MS = 480_000
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 async def test_the_page_shows_the_running_demo(cluster: Cluster) -> None:
     address = cluster.start_coordinator()
     cluster.start_agents(address)

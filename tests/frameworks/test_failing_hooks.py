@@ -70,10 +70,17 @@ TRAININGS = {
     "Transformers": (Case("everyday", "transformers ddp", pipeline_count=2), "transformers", OF_CALLBACKS),
     "Lightning": (Case("everyday", "lightning ddp", pipeline_count=2), "lightning", OF_CALLBACKS),
 }
+IN_CI = "DistributedDataParallel"
+every_place_of_every_hook = pytest.mark.nightly("the other hooks, for minutes")
 
 
-@pytest.mark.nightly("every place of every hook, for minutes")
-@pytest.mark.parametrize(("case", "hook", "places"), TRAININGS.values(), ids=TRAININGS.keys())
+@pytest.mark.parametrize(
+    ("case", "hook", "places"),
+    [
+        pytest.param(*training, marks=() if name == IN_CI else every_place_of_every_hook, id=name)
+        for name, training in TRAININGS.items()
+    ],
+)
 def test_training_continues_with_equal_losses_and_the_log_has_rank_and_reason(
     case: Case, hook: str, places: Sequence[str], tmp_path: Path
 ) -> None:

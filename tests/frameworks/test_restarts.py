@@ -140,9 +140,12 @@ async def test_every_launch_with_a_random_change_is_planned_and_computes_as_befo
     count: int, seed: int, tmp_path: Path
 ) -> None:
     """The seeds are such that both sequences have kills, and the long one every kind of change and end."""
+    planned = list(launches(count, seed))
+    assert {each.is_killed for each in planned} == {False, True}
+    assert count < 30 or len({(each.is_killed, each.short_iterations is None) for each in planned}) == 4
     async with services(NODES, tmp_path / "logs") as (cluster, _, channel):
         job = Job(cluster, tmp_path, channel)
-        for number, launch in enumerate(launches(count, seed)):
+        for number, launch in enumerate(planned):
             await job.launch(f"launch-{number}", launch)
 
 

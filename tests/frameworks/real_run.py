@@ -89,7 +89,7 @@ class RealRun:
         return [[(c.kind, c.microbatch, c.chunk) for c in stage.computations] for stage in stages]
 
     async def check_plan(self) -> None:
-        """Check that everything is measured, and that the plan in force is the frontier's fastest one."""
+        """Check that everything is measured, and that the fastest plan in force is not slower than stock."""
         frontier = await self.observer.frontier()
         problem, fastest = problem_from_proto(frontier.problem), frontier.points[0]
         keys = {(c.stage, c.chunk, c.kind) for c in problem.schedule.computations}
@@ -109,6 +109,9 @@ class RealRun:
         replayed = solver.replay(problem, clocks_mhz)
         late = solver.replay_with_latency(problem, replayed, frontier.set_latency_s)
         assert replayed.iteration_time_s <= 1.0001 * fastest.iteration_time_s
+        job = await self.job()
+        planned_s, stock_s = job.min_planned_iteration_time_s, job.no_slowdown_time.iteration_time_s
+        assert 0.9999 * fastest.iteration_time_s <= planned_s <= 1.0001 * stock_s
         assert frontier.points[-1].energy_j < 0.95 * frontier.baseline.energy_j
         if self.case.has_slack:
             assert late.energy_j < 0.97 * frontier.baseline.energy_j

@@ -1,10 +1,14 @@
-"""The run that a registration leads to: every possible case."""
+"""The run that a registration leads to: every possible case, and every part that can differ."""
 
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
+from perseus.service.domain.specification import OperatingPolicy, Parallelism
 from perseus.service.job.runs import Begin, Continue, Decision, LatestRun, Refuse, Repeat, decide
+from tests.service.service_fakes import make_spec
 
 # (finished, live rank, difference, run that knows the request) of a job whose latest run is the third.
 CASES: dict[tuple[bool, bool, str | None, int | None], Decision] = {
@@ -46,6 +50,21 @@ def test_a_registration_leads_to_the_run_in_the_table(
 ) -> None:
     has_finished, is_live, difference, known_to = case
     assert decide(LatestRun(3, has_finished, is_live, difference), known_to) == expected
+
+
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [
+        (None, {}),
+        ("parallelism", {"parallelism": Parallelism(2, 3, 1)}),
+        ("schedule", {"schedule": make_spec(microbatches=4).schedule}),
+        ("policy", {"policy": OperatingPolicy(max_slowdown_percent=5.0)}),
+        ("stage_work", {"stage_work": ("16 layers", "8 layers")}),
+    ],
+)
+def test_the_part_in_which_another_specification_differs(part: str | None, other: dict[str, Any]) -> None:
+    spec = replace(make_spec(), stage_work=("12 layers", "12 layers"))
+    assert spec.difference(replace(spec, **other)) == part
 
 
 def test_the_first_registration_of_a_job_begins_its_first_run() -> None:

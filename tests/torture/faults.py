@@ -31,6 +31,8 @@ FLAGS = (
 DISK_BYTES = 16 * 1024 * 1024
 
 _END_LIMIT_S = 45.0
+_STOCK_MARGIN_S = 2.0
+"""How much later than its lease's end a GPU may be at stock."""
 _LIMIT_S = 60.0
 
 
@@ -240,4 +242,7 @@ def strike_all(folder: Path) -> list[FaultOutcome]:
     for number, name in enumerate(FAULTS):
         (own := folder / f"fault-{number}").mkdir()
         outcomes += strike(own, library, name)
+    for outcome in outcomes:
+        if outcome.stock_after_s > LEASE_S + _STOCK_MARGIN_S:
+            outcome.problems.append(f"expected stock within {LEASE_S + _STOCK_MARGIN_S:g} s")
     return outcomes

@@ -1,7 +1,6 @@
 """A trainer's unmarked work between its iterations runs at stock, also under a plan."""
 
 import asyncio
-import json
 import threading
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from perseus.agent.sidecar.shell import serving
 from perseus.demo.processes import TIMEOUT_S
 from perseus.demo.tasks import rank_tasks
-from perseus.demo.trainer import STOP_FILE, evaluations_file, train
+from perseus.demo.trainer import STOP_FILE, train
 from perseus.demo.workload import Workload
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM, Work
@@ -52,7 +51,7 @@ def plan(start_iteration: int) -> wire.ConnectResponse:
 
 
 @pytest.mark.slow("evaluations of two seconds: a clock that is kept takes longer than a busy machine")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 async def test_an_evaluation_between_iterations_runs_at_stock(tmp_path: Path) -> None:
     (tmp_path / "gpus").mkdir()
     gpu = EmulatedGpu.create(tmp_path / "gpus" / "0", A100_SXM, "GPU-0")
@@ -60,11 +59,22 @@ async def test_an_evaluation_between_iterations_runs_at_stock(tmp_path: Path) ->
     await coordinator.start(0)
     socket = tmp_path / "run" / "agent.sock"
     (task,) = rank_tasks(JOB, tmp_path, lambda _: socket, lambda *_: tmp_path / "gpus" / "0")
-    evaluations = evaluations_file(tmp_path, 0, 0)
 
     def iterations() -> list[int]:
         columns = [each.telemetry.iterations for each in coordinator.inbox.all("telemetry")]
         return [number for each in columns for number in each.iteration]
+
+    def evaluations(start: int) -> list[tuple[float, float]]:
+        """Return the energy and the slowed time of the gaps with an evaluation after that iteration."""
+        columns = [each.telemetry.iterations for each in coordinator.inbox.all("telemetry")]
+        return [
+            (energy_j, slowed_s)
+            for each in columns
+            for number, energy_j, slowed_s in zip(
+                each.iteration, each.gap_energy_j, each.gap_slowed_time_s, strict=True
+            )
+            if number > start and number % INTERVAL == 0
+        ]
 
     def is_planned() -> bool:
         return gpu.sm_clock_mhz() == PLANNED_MHZ
@@ -73,13 +83,23 @@ async def test_an_evaluation_between_iterations_runs_at_stock(tmp_path: Path) ->
         trainer = threading.Thread(target=train, args=[task], daemon=True)
         trainer.start()
         await until(lambda: len(iterations()) > 0, "telemetry", TIMEOUT_S)
-        coordinator.send(plan(start_iteration=max(iterations()) + 4))
+        start = max(iterations()) + INTERVAL
+        coordinator.send(plan(start))
         await until(is_planned, "the planned clock", TIMEOUT_S)
-        for count in (1, 2):
-            await until(lambda: gpu.sm_clock_mhz() == A100_SXM.highest_clock_mhz, "stock", TIMEOUT_S)
-            await until(is_planned, "the planned clock again", TIMEOUT_S)
-            assert len(json.loads(evaluations.read_text())) >= count, "it has evaluated meanwhile"
+        seen_mhz: set[int] = set()
+
+        def have_evaluated() -> bool:
+            seen_mhz.add(gpu.sm_clock_mhz())
+            return len(evaluations(start)) >= 2
+
+        await until(have_evaluated, "two evaluations", TIMEOUT_S)
+        await until(is_planned, "the planned clock again", TIMEOUT_S)
         (tmp_path / STOP_FILE).touch()
         await asyncio.to_thread(trainer.join)
     await coordinator.stop()
     gpu.close()
+    assert A100_SXM.highest_clock_mhz in seen_mhz
+    least_j = EVALUATION_S * A100_SXM.power_w(JOB.forward.activity, A100_SXM.highest_clock_mhz) / 2
+    for energy_j, slowed_s in evaluations(start):
+        assert energy_j > least_j
+        assert slowed_s < EVALUATION_S / 2

@@ -68,9 +68,9 @@ def gpu_files(tmp_path: Path) -> list[Path]:
     return [folder / "gpu-0"]
 
 
-async def seen(client: Client) -> tuple[bool, list[str]]:
+async def seen(client: Client, job_id: str = "job") -> tuple[bool, list[str]]:
     """Return whether the job has had a plan, and the reasons of its GPU errors so far."""
-    request = job_service_pb2.ListJobEventsRequest(job_id="job", page_size=1000)
+    request = job_service_pb2.ListJobEventsRequest(job_id=job_id, page_size=1000)
     events: list[event_pb2.JobEvent] = []
     with suppress(grpc.aio.AioRpcError):  # not registered yet
         events += (await client.jobs.ListJobEvents(request, timeout=60)).events
@@ -145,6 +145,16 @@ async def test_training_continues_after_an_error_that_the_job_s_events_name(
                 return Locks.read(stub / "gpu-0") == NO_LOCKS and not any(restore_folder.glob("*.json"))
 
             await until(is_at_stock, "stock")
+            if "nvmlInit" in instruction:
+                following = Trainer(socket, gpu, job_id="next")
+
+                async def is_planned() -> bool:
+                    return (await seen(client, "next"))[0]
+
+                try:
+                    await until(is_planned, "a plan of the next trainer")
+                finally:
+                    await following.stop()
             assert not agent.done()
     gpu.close()
 

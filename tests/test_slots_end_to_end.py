@@ -47,6 +47,12 @@ async def jobs_in(address: str, *flags: str) -> tuple[int, list[str]]:
     return listed.exit_code, [job["job_id"] for job in json.loads(listed.stdout)]
 
 
+def sequences_in(watch: Path) -> list[int]:
+    """Return the numbers of the events that a watch has written so far."""
+    updates = map(json.loads, watch.read_text().rpartition("\n")[0].splitlines())
+    return [update["event"]["sequence"] for update in updates if "event" in update]
+
+
 async def have_finished(address: str) -> bool:
     return await jobs_in(address, "--state", "finished") == (0, sorted(JOBS))
 
@@ -83,6 +89,7 @@ async def test_agents_and_commands_with_one_address_go_on_when_a_slot_is_taken_o
                     assert streams(logs) == [known, killed.address]
 
                     await asyncio.to_thread(killed.kill)
+                    before = sequences_in(seen)
                     assert await jobs_in(known) == (1, JOBS[:1]), "without those of the other slot"
                     successor = await asyncio.to_thread(fleet.holder, 1)
                     count = trainers[1].iteration_count
@@ -93,10 +100,10 @@ async def test_agents_and_commands_with_one_address_go_on_when_a_slot_is_taken_o
                         await trainer.stop()
                     watched = await watching
         assert watched.exit_code == 0, watched.stderr
-        updates = [json.loads(line) for line in seen.read_text().splitlines()]
-        sequences = [update["event"]["sequence"] for update in updates if "event" in update]
+        sequences = sequences_in(seen)
         first = sequences[0]  # a watch begins with the latest events
         assert sequences == list(range(first, first + len(sequences))), "each event once"
+        assert len(sequences) > len(before) > 0, "those of both coordinators"
         await until(partial(have_finished, known), "the job that was not watched has ended, too")
 
 

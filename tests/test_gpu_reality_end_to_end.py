@@ -42,7 +42,9 @@ async def test_plans_hold_slow_clocks_and_follow_a_power_limit(tmp_path: Path) -
 
             async def is_latency_known() -> bool:
                 job = await client.job()
-                return job.state == job_pb2.JOB_STATE_PLANNED and job.set_latency_s > 0
+                solved = await events(client, event_pb2.JOB_EVENT_TYPE_SOLVED)
+                used_s = {each.solved.set_latency_s for each in solved}
+                return job.state == job_pb2.JOB_STATE_PLANNED and 0 < job.set_latency_s in used_s
 
             await until(is_latency_known, "plans for slow clocks")
             job = await client.job()
@@ -74,3 +76,4 @@ async def test_plans_hold_slow_clocks_and_follow_a_power_limit(tmp_path: Path) -
             assert "under other limits: it is measured anew" in left.message
             (rank,) = await client.ranks(stage=1)
             assert rank.power_limit_w == LIMIT_W
+            assert (await client.job()).t_min_s > job.t_min_s, "plans come from the other profile"

@@ -1,4 +1,7 @@
+import pytest
+
 from perseus.agent.rank.clock_counters import ClockCounters
+from tests.agent.clocks.test_keeper import LATENCY_S, Bench
 
 
 def test_a_computation_at_its_clock() -> None:
@@ -25,3 +28,12 @@ def test_a_raise_that_comes_late_is_counted_and_stock_is_the_highest_clock() -> 
         computation_time_s=5.0,
         on_clock_time_s=3.0,
     )
+
+
+def test_the_statistics_have_the_keepers_predictions() -> None:
+    bench = Bench((1000, 1400), (0.050, 0.100))
+    bench.compute(0, 0.043)
+    bench.begin(1)
+    clocks = ClockCounters().statistics(3, bench.keeper)
+    assert (clocks.margin_s, clocks.prediction_error_s) == (pytest.approx(0.007), pytest.approx(0.0))
+    assert (clocks.set_latency_s, clocks.set_latency_count) == (pytest.approx(LATENCY_S), 64)

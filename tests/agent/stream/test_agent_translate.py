@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from perseus.agent.clocks.foreign import ForeignClock
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import Registration, Saving
 from perseus.agent.rank.messages import (
@@ -12,6 +13,7 @@ from perseus.agent.rank.messages import (
     Drain,
     EnergyEstimate,
     EnergySample,
+    GpuLimits,
     HeartbeatAnswer,
     Hold,
     IterationRow,
@@ -125,14 +127,16 @@ def test_rows_become_columns() -> None:
         RANK,
         (
             IterationRow(7, 3, 0.8, 240.0, True, 0),
-            IterationRow(8, 3, 0.9, 250.0, False, 0x40, 5.0, 600.0, 0.01, relative_work=1.25),
+            IterationRow(8, 3, 0.9, 250.0, False, 0x40, 5.0, 600.0, 0.01, 1100, relative_work=1.25),
         ),
         (
             ComputationRow(7, F0, 0.1, 0.05, 1410),
             ComputationRow(7, Computation(Kind.BACKWARD, 2, 1), 0.2, 0.1, None),
         ),
-        EnergyEstimate(3, 2, (sample,), None, 0.0, 12, 1),
-        ClockStatistics(3, 40, 64, 2, 1, 4.0, 3.5, 0.012, 0.001, None),
+        EnergyEstimate(3, 2, (sample,), 100.0, 2.0, 12, 1),
+        ClockStatistics(3, 40, 64, 2, 1, 4.0, 3.5, 0.012, 0.001, 0.0004, 5),
+        GpuLimits(250.0, (3,)),
+        ForeignClock(705, None),
     )
     batch = translate.request(Batch(5, telemetry, 2)).telemetry
     assert batch == wire.TelemetryBatch(
@@ -151,7 +155,7 @@ def test_rows_become_columns() -> None:
             gap_energy_j=[0.0, 600.0],
             gap_slowed_time_s=[0.0, 0.01],
             relative_work=[0.0, 1.25],
-            capped_clock_mhz=[0, 0],
+            capped_clock_mhz=[0, 1100],
         ),
         computations=wire.ComputationColumns(
             iteration=[7, 7],
@@ -176,6 +180,8 @@ def test_rows_become_columns() -> None:
                     energy_se_j=0.5,
                 )
             ],
+            blocking_power_w=100.0,
+            blocking_power_se_w=2.0,
             window_count=12,
             discarded_window_count=1,
         ),
@@ -189,7 +195,11 @@ def test_rows_become_columns() -> None:
             on_clock_time_s=3.5,
             set_latency_s=0.012,
             margin_s=0.001,
+            prediction_error_s=0.0004,
+            set_latency_count=5,
         ),
+        gpu_limits=wire.GpuLimits(power_limit_w=250.0, workload_power_profiles=[3]),
+        foreign_clock=rank_pb2.ForeignClock(clock_mhz=705),
     )
 
 

@@ -40,7 +40,9 @@ async def test_a_rank_from_hello_to_finish_with_a_coordinator_that_restarts(node
         joined = node.latest("rank_joined")
         assert (joined.gpu.uuid, joined.gpu.power_limit_w) == (UUID, A100_SXM.board_power_w)
         assert tuple(joined.gpu.supported_clocks_mhz) == A100_SXM.clocks_mhz
-        assert joined.spec_fingerprint == node.inbox.jobs["job"].spec_fingerprint != ""
+        own = node.inbox.jobs["job"].spec_fingerprint
+        assert own
+        assert [each.rank_joined.spec_fingerprint for each in node.inbox.all("rank_joined")] == [own]
         assert joined.in_force_version == 0
 
         await node.hold(trainer)

@@ -38,13 +38,10 @@ class Trainer:
 
     _running: ClassVar[list["Trainer"]] = []
 
-    def __init__(
-        self, socket: Path, gpu: EmulatedGpu, *, registers: bool = True, job_id: str = "job"
-    ) -> None:
+    def __init__(self, socket: Path, gpu: EmulatedGpu, *, job_id: str = "job") -> None:
         self._socket = socket
         self._job_id = job_id
         self._gpu = gpu
-        self._registers = registers
         self._stop = threading.Event()
         self.finishes = True
         self.is_registered: bool | None = None
@@ -68,10 +65,9 @@ class Trainer:
 
     def _train(self) -> None:
         probe = connected_probe(self._socket, stop=self._stop, job_id=self._job_id, gpu_uuid=self._gpu.uuid)
-        if self._registers:
-            self.is_registered = probe.register(
-                pipeline_count=1, stage_count=1, schedule=NamedSchedule("1f1b", 1)
-            )
+        self.is_registered = probe.register(
+            pipeline_count=1, stage_count=1, schedule=NamedSchedule("1f1b", 1)
+        )
         while not self._stop.is_set():
             with probe.iteration():
                 with probe.computation(Kind.FORWARD, 0):

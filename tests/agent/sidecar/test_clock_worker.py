@@ -133,8 +133,11 @@ def test_a_scheduled_clock_is_set_when_it_is_due_unless_another_takes_its_place(
     assert [result.target_mhz for result in results.take(1)] == [1000]
     clock.now_s = 0.05
     assert [result.target_mhz for result in results.take(1)] == [1200]
-    worker.schedule(1400, 1e9)
+    worker.schedule(1400, 0.1)
     worker.request(1000)
+    assert [result.target_mhz for result in results.take(1)] == [1000]
+    clock.now_s = 0.1
+    worker.request(1000)  # wakes the thread
     worker.close()
     assert gpu.sets == [1000, 1200, 1000]
 

@@ -180,9 +180,14 @@ def end(of: int | Computation, *, ordinal: int | None = None, iteration: int | N
 
 
 def offer(
-    version: int, start: int, clocks: Stock | Hold | StageClocks, *, is_urgent: bool = False
+    version: int,
+    start: int,
+    clocks: Stock | Hold | StageClocks,
+    *,
+    epoch: str = "e",
+    is_urgent: bool = False,
 ) -> PlanOffer:
-    return PlanOffer(RANK, PlanId("e", version), start, LEASE_S, clocks, is_urgent)
+    return PlanOffer(RANK, PlanId(epoch, version), start, LEASE_S, clocks, is_urgent)
 
 
 def limit(clock_mhz: int | None, *, outlasts_lease: bool = False) -> RankMaxClock:
@@ -193,12 +198,12 @@ def stage(*clocks_mhz: int, order: tuple[Computation, ...] = ORDER) -> StageCloc
     return StageClocks(order, clocks_mhz)
 
 
-def accepted(version: int, iteration: int) -> Send:
-    return Send(plan_answer(RANK, PlanId("e", version), None, iteration))
+def accepted(version: int, iteration: int, *, epoch: str = "e") -> Send:
+    return Send(plan_answer(RANK, PlanId(epoch, version), None, iteration))
 
 
-def in_force(version: int, iteration: int) -> Send:
-    plan = PlanId("e", version) if version else NO_PLAN
+def in_force(version: int, iteration: int, *, epoch: str = "e") -> Send:
+    plan = PlanId(epoch, version) if version else NO_PLAN
     return Send(
         wire.PlanInForce(
             job_id="job",

@@ -225,6 +225,11 @@ ACCEPTED: dict[str, Script] = {
         (offer(1, 0, Hold(1000)), [accepted(1, 0)]),
         (begin(1), []),  # the other is no longer pending
     ],
+    "a plan of the same version of another epoch is another plan": [
+        *HELD,
+        (offer(1, 1, Hold(800), epoch="f"), [accepted(1, 0, epoch="f")]),
+        (begin(1), [in_force(1, 1, epoch="f"), SetClock(800)]),
+    ],
     "an offer that begins too early is refused": [
         begin(4),
         (

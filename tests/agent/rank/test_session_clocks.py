@@ -5,7 +5,7 @@ Its maximum clock replaces stock where nothing is planned, and limits held clock
 
 import pytest
 
-from perseus.agent.clocks.sets import ResetClock, ScheduleClock, SetClock
+from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.link.packets import Finish
 from perseus.agent.rank.commands import Command
@@ -73,6 +73,20 @@ SCRIPTS: dict[str, Script] = {
         offer(2, 3, stage(1400, 800, 800, 800)),
         (Run(2), [SetClock(1000), SetClock(1400), idle_at(101.68)]),
         (begin(3), [in_force(2, 3), SetClock(1400)]),
+    ],
+    "under a known plan raises are scheduled": [
+        offer(1, 0, stage(1000, 1000, 1400, 1400)),
+        *[ClockSet(1400, 1.010, 1.0, 1.0)] * 64,
+        *map(Run, range(3)),
+        begin(3),
+        After(0.1),
+        begin(F0),
+        After(0.1),
+        (end(F0), []),
+        After(0.1),
+        (begin(F1), []),  # the wait after it is longer than the lead
+        After(0.1),
+        (end(F1), [idle_at(102.89, 1400)]),
     ],
     "back to stock is a raise": [
         offer(1, 0, Hold(800)),
@@ -164,6 +178,11 @@ SCRIPTS: dict[str, Script] = {
         (begin(0), []),
         (begin(F0), []),
     ],
+    "a refusal ends a plan at the maximum clock that comes with it": [
+        *UNDER_A_MAX_CLOCK,
+        begin(0),
+        (RankRefused(RANK, "JOB_QUARANTINED", "", MaxClock(800)), [SetClock(800), in_force(0, 1)]),
+    ],
     "the maximum clock ends with the lease and so does the plan": [
         *UNDER_A_MAX_CLOCK,
         begin(0),
@@ -180,7 +199,7 @@ SCRIPTS: dict[str, Script] = {
         offer(1, 0, PLAN),
         begin(0),
         Disconnected(),
-        After(10 * LEASE_S),
+        (After(10 * LEASE_S), [SetClock(1000)]),
         (begin(1), [SetClock(1400)]),
         (Connected(LEASE_S), [joined(1, PlanId("e", 1))]),
     ],

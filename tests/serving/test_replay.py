@@ -89,6 +89,8 @@ def test_an_engine_that_is_silent_is_at_stock_within_a_second_for_as_long(distur
     result = run(policy, disturbance)
     stock_s, *_ = [time_s for time_s, column in result.clocks if column is None and time_s > 10]
     assert stock_s - 60.0 <= MAX_STATS_AGE_S
+    until_s = max(disturbance.no_stats_s[1], disturbance.engine_away_s[1])
+    assert [column for time_s, column in result.clocks if stock_s < time_s < until_s] == []
     assert policy.reasons[0] == (stock_s, StockReason.NO_STATS)
     assert result.clocks[-1][1] is not None
     assert len(result.engine.totals.ttft) >= len(requests())

@@ -29,7 +29,7 @@ class Polled:
     def __init__(self, gpu: FakeGpu, limits: LimitsWatch | None = None) -> None:
         self.reports: queue.Queue[CounterChange | Exception] = queue.Queue()
         self.failed: queue.Queue[tuple[str, Exception]] = queue.Queue()
-        ticks = count()
+        self.ticks = count()
         self._poller = CounterPoller(
             gpu,
             self.reports.put,
@@ -37,7 +37,7 @@ class Polled:
             limits,
             lambda part, error: self.failed.put((part, error)),
             interval_s=0.0001,
-            monotonic=lambda: next(ticks) / 4,
+            monotonic=lambda: next(self.ticks) / 4,
         )
 
     def take(self, count: int) -> list[CounterChange | Exception]:
@@ -81,13 +81,19 @@ def test_a_change_has_its_time_and_the_clock(
     ],
 )
 def test_errors(readings: list[float | GpuError], expected: list[float | Exception]) -> None:
-    polled = Polled(FakeGpu(readings=chain(readings, repeat(5.0))))
-    assert energies(polled.take(len(expected))) == expected
-    assert not isinstance(expected[-1], Exception) or polled.reports.empty()
+    """The counter would move on afterwards."""
+    polled = Polled(FakeGpu(readings=chain(readings, map(float, count(5)))))
+    assert energies([polled.reports.get(timeout=60) for _ in expected]) == expected
+    if isinstance(expected[-1], Exception):
+        with pytest.raises(queue.Empty):
+            polled.reports.get(timeout=0.1)
+    polled.take(0)
 
 
 def test_a_counter_that_stands_still_is_reported() -> None:
-    moved, error = Polled(FakeGpu(readings=chain([1.0, 2.0], repeat(2.0)))).take(2)
+    polled = Polled(FakeGpu(readings=chain([1.0, 2.0], repeat(2.0))))
+    moved, error = polled.take(2)
+    assert 11 < next(polled.ticks) / 4 < 13
     assert isinstance(moved, CounterChange)
     assert isinstance(error, GpuUnsupportedError)
     assert STANDS_STILL in str(error)

@@ -68,9 +68,13 @@ INVALID = [
 
 
 @pytest.mark.parametrize("content", INVALID)
-def test_invalid_records_are_refused(content: bytes) -> None:
+def test_invalid_records_are_refused(folder: RecordFolder, content: bytes) -> None:
     with pytest.raises(ValueError, match=r"expect|Expect|decode"):
         Record.decode(content)
+    folder.path.mkdir(parents=True)
+    (folder.path / f"{UUID}.json").write_bytes(content)
+    with pytest.raises(RecordError, match=f"{UUID}.json: expected a restore record"):
+        folder.find(UUID)
 
 
 @pytest.mark.parametrize("text", ["600", "600,", "a,b", "1200,600", "0,600", "-1,600", "600,1200,1"])

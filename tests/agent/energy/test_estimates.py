@@ -16,10 +16,12 @@ LONG = [("wait", 0.030), ("forward", 0.050), ("wait", 0.030), ("backward", 0.100
 SHORT = [("forward", 0.006), ("wait", 0.004), ("backward", 0.012), ("wait", 0.004), ("gap", 0.005)]
 
 
-def estimated(program: Program, repetitions: int, seed: int = 0, **more: Any) -> EnergyEstimate:
-    """Return the agent's estimate after a program; each repetition is an iteration, or 50 in one."""
+def estimated(
+    program: Program, repetitions: int, seed: int = 0, *, iterations: int | None = None, **more: Any
+) -> EnergyEstimate:
+    """Return the agent's estimate after a program; each repetition is an iteration, unless there are more."""
     simulation = simulate(program, seed=seed, iterations=repetitions, **more)
-    made = estimate(simulation.request(250 if len(program) > 50 else repetitions, CLOCK_MHZ))
+    made = estimate(simulation.request(iterations or repetitions, CLOCK_MHZ))
     assert made is not None
     return made
 
@@ -62,7 +64,7 @@ def test_late_marks_do_not_stretch_the_time_of_a_computation() -> None:
 def test_a_longer_gap_than_usual_is_unknown() -> None:
     """It may hold an evaluation, of another power: its windows are left out."""
     usual, longer = SHORT * 50, [*SHORT * 49, *SHORT[:-1], ("gap", 0.5)]
-    discarded = [estimated(program, 5).discarded_window_count for program in (longer, usual)]
+    discarded = [estimated(program, 5, iterations=250).discarded_window_count for program in (longer, usual)]
     assert discarded[0] >= discarded[1] + 5 * 4
 
 

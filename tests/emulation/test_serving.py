@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ from perseus.emulation.physics import A100_SXM
 from perseus.emulation.request_replay import Outcome, replay_requests
 from perseus.emulation.serving import EngineConfiguration, LiveEngine, application
 from perseus.serving.engine import Request
+from perseus.serving.model import MeasuredStep
 from perseus.serving.profile_csv import read_profile
 from perseus.serving.scrape import interval, parse_metrics
 from tests.published_data import PUBLISHED_DATA
@@ -112,12 +113,20 @@ async def test_a_replay_goes_on_without_the_engine() -> None:
     assert outcomes[0].error
 
 
-@pytest.mark.skipif(not PUBLISHED_DATA.exists(), reason="the published data is not beside the checkout")
+needs_data = pytest.mark.skipif(
+    not PUBLISHED_DATA.exists(), reason="the published data is not beside the checkout"
+)
+
+
+@pytest.mark.parametrize(
+    "steps", [measured, pytest.param(lambda: measured_steps(QWEN_14B), marks=needs_data, id="published")]
+)
 @pytest.mark.parametrize("clock_mhz", [CLOCK_MHZ, 990])
-async def test_watts_and_times_of_the_published_steps(tmp_path: Path, clock_mhz: int) -> None:
-    steps = measured_steps(QWEN_14B)
+async def test_watts_and_times_of_steps(
+    tmp_path: Path, clock_mhz: int, steps: Callable[[], list[MeasuredStep]]
+) -> None:
     profile = tmp_path / "profile.csv"
-    profile.write_text(text(steps))
+    profile.write_text(text(steps()))
     expected = read_profile(profile.read_text(), "profile").at_clocks([clock_mhz])
     gpu = EmulatedGpu.create(tmp_path / "gpu", A100_SXM, "GPU-0")
     gpu.set_clock_mhz(clock_mhz)

@@ -33,7 +33,7 @@ def run() -> Sequence[Table]:
     rows: list[tuple[str | float, ...]] = []
     for name, settings in _ABLATIONS.items():
         row: list[str | float] = [name]
-        with patch.object(realisation, "SETTINGS", settings):
+        with patch.object(realisation, "USUAL_SEARCH", settings):
             for problem in _PROBLEMS:
                 *gaps, seconds = _figures(*problem)
                 row += [*gaps, seconds / whole_s[problem]]

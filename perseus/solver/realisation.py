@@ -82,8 +82,8 @@ REFINED_BESIDE = 8
 MANY_COMPUTATIONS = 4096
 """Problems with more computations count as large."""
 
-SETTINGS = SearchSettings()
-LARGE_SETTINGS = SearchSettings(search_tries=30, exchange_above=0.0045, exchange_rounds=1, refine_rounds=1)
+USUAL_SEARCH = SearchSettings()
+SEARCH_OF_LARGE = SearchSettings(search_tries=30, exchange_above=0.0045, exchange_rounds=1, refine_rounds=1)
 """For large problems: more tries instead of minimum cuts, which are slow with so many events."""
 
 
@@ -113,7 +113,7 @@ class Realiser:
 
     def __init__(self, graph: EventGraph, settings: SearchSettings | None = None) -> None:
         is_large = len(graph.computations) > MANY_COMPUTATIONS
-        self._settings = settings or (LARGE_SETTINGS if is_large else SETTINGS)
+        self._settings = settings or (SEARCH_OF_LARGE if is_large else USUAL_SEARCH)
         self.columns = columns = Columns(graph)
         self._start = graph.start_event[columns.computation_of]
         self._finish = graph.finish_event[columns.computation_of]

@@ -37,8 +37,8 @@ def little_search() -> Iterator[None]:
     """Take all steps of realising, but with few tries: for properties that hold for any search budget."""
     little = SearchSettings(search_tries=2, refine_rounds=2, refine_tries=2, exchange_rounds=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(realisation, "SETTINGS", little)
-        patch.setattr(realisation, "LARGE_SETTINGS", little)
+        patch.setattr(realisation, "USUAL_SEARCH", little)
+        patch.setattr(realisation, "SEARCH_OF_LARGE", little)
         yield
 
 

@@ -192,7 +192,7 @@ def test_large_problems_get_a_tolerance_and_plans_in_time(monkeypatch: pytest.Mo
     for module in (frontier_module, realisation):
         monkeypatch.setattr(module, "MANY_COMPUTATIONS", 100)
     monkeypatch.setattr(sweep, "MAX_BYTES", 20_000)
-    monkeypatch.setattr(realisation, "LARGE_SETTINGS", replace(realisation.LARGE_SETTINGS, max_cells=1000))
+    monkeypatch.setattr(realisation, "SEARCH_OF_LARGE", replace(realisation.SEARCH_OF_LARGE, max_cells=1000))
     pipeline = published_pipeline("a40", 12)
     seen: list[float] = []
     frontier = solve(pipeline, point_count=20, on_progress=seen.append)

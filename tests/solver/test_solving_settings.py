@@ -53,6 +53,14 @@ def test_a_name_changes_no_plan(
         ]
     names = {m.clock_mhz: rename(m) for some in pipeline.profiles.values() for m in some}
     assert named.settings == {c: names[mhz] for c, mhz in plain.clocks_mhz.items()}
+    if rename is beside_its_clock:
+        other = solve(renamed, point_count=3)
+        assert other.points == frontier.points
+        for plan, same in (
+            (other.plan(deadline_s), frontier.plan(deadline_s)),
+            (other.plan_within(deadline_s), frontier.plan_within(deadline_s)),
+        ):
+            assert plan.settings == {c: names[mhz] for c, mhz in same.clocks_mhz.items()}
 
 
 @given(pipeline=pipelines(), is_dominated=st.booleans(), data=st.data())
@@ -67,8 +75,9 @@ def test_an_additional_setting_never_makes_the_frontier_worse_and_a_dominated_on
         m = data.draw(st.sampled_from(some))
         time_s, energy_j = data.draw(st.integers(10, 1000)) / 10_000, data.draw(st.floats(0.5, 60.0))
         if is_dominated:
-            energy_j += m.energy_j + pipeline.blocking_power_w[key[0]] * time_s
-            time_s += m.time_s
+            share = data.draw(st.sampled_from([1.0, 1e-3]))
+            energy_j = m.energy_j + share * (energy_j + pipeline.blocking_power_w[key[0]] * time_s)
+            time_s = m.time_s + share * time_s
         profiles[key] = (*some, MeasuredSetting(m.clock_mhz, time_s, energy_j, further=ADDED))
     more, before = (solve(each, point_count=3) for each in (replace(pipeline, profiles=profiles), pipeline))
     assert more.t_min_s <= before.t_min_s

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from perseus.service.domain.commands import FindProfile, Store
-from perseus.service.domain.errors import SpecMismatchError
+from perseus.service.domain.errors import JobNotSolvedError, SpecMismatchError
 from perseus.service.domain.inputs import (
     BaselineRequested,
     FinishRequested,
@@ -103,6 +103,12 @@ def test_the_same_request_for_a_baseline_is_carried_out_once() -> None:
     cluster.send(FinishRequested())
     cluster.send(BaselineRequested("another"))  # its answer was lost, and the job has ended since
     cluster.expect(JobState.FINISHED)
+
+
+@pytest.mark.parametrize("state", [JobState.BASELINE, JobState.PROFILING])
+def test_no_baseline_is_requested_before_there_are_plans(state: JobState) -> None:
+    with pytest.raises(JobNotSolvedError):
+        cluster_in(state).handle(BaselineRequested("too early"))
 
 
 # ---------------------------------------------------------------------- the way out of stock

@@ -113,6 +113,10 @@ def test_a_report_overrides_findings_until_it_is_cleared() -> None:
 
     cluster.send(StragglerCleared(1))
     assert detected(cluster) == {1: pytest.approx(1.18, abs=0.02)}, "the finding made meanwhile counts"
+    cluster.send(StragglerCleared(1))
+    assert detected(cluster) == {}
+    (again,) = cluster.findings(3)
+    assert again.straggler_finding.pipeline == 1
     (found,) = cluster.findings(3, {1: 1.0})
     assert found.type == event_pb2.JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN
     assert detected(cluster) == {}

@@ -167,6 +167,9 @@ def test_a_profile_is_adopted_only_for_the_stages_where_it_agrees(begun: Callabl
         for key, m in profile.measurements.items()
         if m.time_s == slower_s[1, profile.clock_mhz, key]
     }
+    assert stage_1
+    if begun is same_work:
+        assert stage_1 == [profile for profile in before if profile.stage == 1]
 
 
 def known(profiles: Iterable[StageProfile], *stages: int) -> tuple[KnownProfile, ...]:

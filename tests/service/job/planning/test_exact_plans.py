@@ -120,6 +120,7 @@ def test_a_plan_that_can_not_be_made_leaves_the_point_in_force(cluster: PatientC
     (refinement,) = cluster.refinements()
     commands = cluster.handle(RefineFailed(refinement, "made up"))
     assert offered(commands) == set()
+    assert wanted(commands) == []
     assert planned_j(cluster, 1) == before_j
     cluster.expect(JobState.PLANNED)
     assert any(

@@ -19,6 +19,7 @@ from perseus.service.domain.signals import (
 )
 from perseus.service.domain.specification import BudgetTerms, OperatingPolicy
 from perseus.service.job import views
+from perseus.v1 import event_pb2
 from tests.service.job.machine_bench import cluster_in, planned, straggler
 from tests.service.service_fakes import Cluster
 
@@ -158,6 +159,10 @@ def test_the_slower_of_a_budgets_and_a_signals_target_counts(
     signal_s, budget_s = point_s(cluster, signal_share), point_s(cluster, budget_share)
     cluster.send(BudgetTargetSet(budget_s, is_urgent=True))
     cluster.send(target(signal_s))
+    cluster.send(target(signal_s, value=390.0))
+    assert len(cluster.announced(event_pb2.SignalTargetSet)) == 1, (
+        "another value with the same result is none"
+    )
     cluster.iterate(6)
     slower_s, faster_s = max(signal_s, budget_s), min(signal_s, budget_s)
     assert all(faster_s < own_s <= slower_s for own_s in cluster.planned_times_s())

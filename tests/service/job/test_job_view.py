@@ -112,6 +112,7 @@ def test_the_view_outlives_the_coordinator() -> None:
     cluster.iterate(3)
     cluster.send(straggler(pipeline=1))
     before, reported = cluster.job(is_full=True), list(report(cluster.machine.run.log.periods, 0))
+    assert views.without_details(before) == cluster.job()
     cluster.restart()
     cluster.join_all()
     after = cluster.job(is_full=True)

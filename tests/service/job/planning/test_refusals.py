@@ -26,6 +26,7 @@ from tests.service.job.machine_bench import (
     THIRD,
     answer,
     events,
+    measured_clocks_mhz,
     offers,
     planned,
     straggler,
@@ -143,6 +144,26 @@ def test_a_refusal_while_profiling_leaves_the_clocks_of_the_other_stages() -> No
         place: Offer(first[FOURTH].version + 1, 3, HoldClocks((1400, STOCK_MHZ)))
         for place in (SECOND, FOURTH)
     }
+
+
+def test_clocks_refused_while_profiling_are_not_measured_for_their_stage() -> None:
+    cluster = measuring_stock()
+    cluster.ranks[SECOND].missing_mhz = frozenset({1400, 900})
+    cluster.iterate_until(JobState.PLANNED)
+    assert not {1400, 900} & {*measured_clocks_mhz(cluster, stage=1)}
+    assert {1400, 900} <= {*measured_clocks_mhz(cluster, stage=0)}
+
+
+def test_a_stage_that_was_never_permitted_is_planned_at_stock_and_no_job_of_such_stages() -> None:
+    cluster = measuring_stock()
+    cluster.ranks[FOURTH].is_permitted = False
+    cluster.iterate_until(JobState.PLANNED)
+    assert measured_clocks_mhz(cluster, stage=1) == [1400], "stock counts as the highest clock"
+    assert planned_mhz(cluster, stage=1) == {STOCK_MHZ}
+    cluster.iterate(3)
+    (again,) = offers(cluster.handle(cluster.ranks[FIRST].lose_permission())).values()
+    commands = cluster.handle(cluster.ranks[FIRST].answer(again))
+    assert "every stage has to stay at stock" in messages(commands)[1]
 
 
 def test_a_frontier_for_clocks_that_are_gone_is_not_used() -> None:

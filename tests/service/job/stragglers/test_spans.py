@@ -1,6 +1,7 @@
 """Compute spans: the compiled replay compared with a plain one, and spans from telemetry."""
 
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import pytest
@@ -180,10 +181,12 @@ def test_under_a_plan_peers_share_their_slowness_not_their_time() -> None:
     assert spans.spans_s == pytest.approx(1.2 * spans.planned_s)
 
 
-def test_a_stage_is_as_slow_as_its_slowest_rank() -> None:
-    bench = Bench(pipelines=1, tensors=2).fill()
-    for stage in (0, 1):
-        bench.add(0, stage, order_rows(stage, 2.0, 4.0), tensor=1)
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_stage_is_as_slow_as_its_slowest_rank(slow: int) -> None:
+    bench = Bench(pipelines=1, tensors=2)
+    for stage, tensor in product((0, 1), repeat=2):
+        forward_s = 2.0 if tensor == slow else 1.0
+        bench.add(0, stage, order_rows(stage, forward_s, 2 * forward_s), tensor=tensor)
     assert bench.take().spans_s.tolist() == [2 * UNIFORM_S]
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from perseus.service.domain.commands import SendOffer
-from perseus.service.domain.inputs import PlanInForce, SolveFailed, TelemetryArrived
+from perseus.service.domain.inputs import PlanInForce, SolveFailed, StragglerCleared, TelemetryArrived
 from perseus.service.domain.model import HoldClocks, JobState, Offer, RefusalReason
 from perseus.service.job import views
 from perseus.service.job.rules import Rules
@@ -26,7 +26,7 @@ from tests.service.job.machine_bench import (
 from tests.service.service_fakes import CLOCKS_MHZ, Cluster, batch, estimate, make_gpu, make_spec
 
 
-def test_a_second_report_of_a_straggler_replaces_the_first() -> None:
+def test_another_report_of_a_straggler_replaces_the_first_and_the_same_changes_nothing() -> None:
     cluster = planned(pipelines=3)
     for factor in (1.3, 1.1):
         cluster.send(straggler(factor))
@@ -34,6 +34,9 @@ def test_a_second_report_of_a_straggler_replaces_the_first() -> None:
     t_min_s = views.solved_frontier(cluster.machine.run).t_min_s
     own_s, *others_s = cluster.planned_times_s()
     assert own_s == t_min_s < others_s[0] == others_s[1] <= 1.1 * t_min_s
+    assert cluster.handle(straggler(1.1)) == []
+    cluster.send(StragglerCleared(0))
+    assert cluster.handle(StragglerCleared(0)) == []
 
 
 def test_an_offer_that_came_too_late_is_offered_anew_under_the_same_version() -> None:

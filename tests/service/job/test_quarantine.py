@@ -20,8 +20,8 @@ from perseus.service.domain.inputs import (
     TelemetryArrived,
     Tick,
 )
-from perseus.service.domain.model import FaultyPart, RankLeftReason
-from perseus.service.domain.records import EndedRun
+from perseus.service.domain.model import FaultyPart, JobState, RankLeftReason
+from perseus.service.domain.records import EndedRun, JobRecord
 from perseus.service.domain.snapshot import Fault, RunSnapshot
 from perseus.service.domain.specification import Registration
 from perseus.service.domain.stall import StockReason, next_step
@@ -79,7 +79,9 @@ def test_it_is_registered_again_once_and_ends_once() -> None:
     assert isinstance(stored, Store)
     assert handle(snapshot, labelled, 0.0, START_S)[1] == []
     snapshot, commands = handle(snapshot, FinishRequested(), 0.0, START_S + 5)
-    assert [each for each in commands if each == Store(EndedRun(snapshot.job))] != []
+    records = [command.record for command in commands if isinstance(command, Store)]
+    assert [record.state for record in records if isinstance(record, JobRecord)] == [JobState.FINISHED]
+    assert [record.job for record in records if isinstance(record, EndedRun)] == [snapshot.job]
     assert handle(snapshot, FinishRequested(), 0.0, START_S + 6)[1] == []
     assert [*snapshot.job.labels] == [job_pb2.Label(key="a", value="b")]
     assert snapshot.job.state == job_pb2.JOB_STATE_FINISHED

@@ -40,12 +40,13 @@ def test_the_latest_iteration_that_all_stages_reported_is_found() -> None:
     memory = TimelineMemory(Parallelism(1, 2, 1))
     for iteration in range(5):
         finish(memory, iteration)
-    memory.add(Coordinates(0, 0, 0), of_whole_order(5))
+    memory.add(Coordinates(0, 0, 0), at(5, [1200, 1000]))
     for _ in range(2):
         latest = memory.latest(0)
         assert latest is not None
         assert (latest.iteration, len(latest.stages)) == (4, 2)
         memory.end()
+    assert memory.mean_clock_mhz(0, 0) == memory.mean_clock_mhz(0, 1), "the incomplete one is forgotten"
 
 
 def test_a_job_that_ends_without_a_complete_iteration_keeps_none() -> None:

@@ -111,7 +111,6 @@ def test_a_job_at_stock_stays_there_but_discards_old_measurements() -> None:
     assert cluster.machine.run.profiler.profiles == (), "the store has forgotten them, too"
 
 
-RANK = Coordinates(1, 0, 0)
 CLOCK = ForeignClock(705, 1200)
 
 
@@ -135,7 +134,7 @@ def with_foreign_clock() -> TruthfulCluster:
     return cluster
 
 
-def test_it_is_announced_once_when_it_begins_and_when_it_ends() -> None:
+def test_a_foreign_clock_is_announced_once_when_it_begins_and_when_it_ends() -> None:
     cluster = with_foreign_clock()
     gpu = rank_of(cluster).gpu
     assert gpu is not None
@@ -158,7 +157,7 @@ def test_it_is_announced_once_when_it_begins_and_when_it_ends() -> None:
     cluster.expect(JobState.PLANNED)
 
 
-def test_telemetry_without_iterations_says_nothing_about_it() -> None:
+def test_telemetry_without_iterations_says_nothing_about_a_foreign_clock() -> None:
     cluster = with_foreign_clock()
     rank = cluster.ranks[RANK]
     cluster.send(
@@ -167,7 +166,7 @@ def test_telemetry_without_iterations_says_nothing_about_it() -> None:
     assert rank_of(cluster).foreign_clock == CLOCK
 
 
-def test_it_outlasts_a_restart_without_another_event() -> None:
+def test_a_foreign_clock_outlasts_a_restart_without_another_event() -> None:
     cluster = with_foreign_clock()
     count = len(messages(cluster))
     cluster.restart()
@@ -177,14 +176,14 @@ def test_it_outlasts_a_restart_without_another_event() -> None:
     assert len(messages(cluster)) == count
 
 
-def test_it_ends_with_the_rank() -> None:
+def test_a_foreign_clock_ends_with_its_rank() -> None:
     cluster = with_foreign_clock()
     cluster.send(AgentLeft(cluster.ranks[RANK].instance_id))
     assert rank_of(cluster).foreign_clock is None
     assert messages(cluster)[-1].endswith("any more")
 
 
-def test_one_that_shows_only_after_the_baseline_held_the_gpu_meanwhile() -> None:
+def test_a_foreign_clock_that_shows_only_after_the_baseline_held_the_gpu_meanwhile() -> None:
     cluster = TruthfulCluster()
     cluster.join_all()
     cluster.run_until(JobState.PROFILING)
@@ -216,7 +215,9 @@ def permit_again(cluster: TruthfulCluster) -> None:
 
 
 @pytest.mark.parametrize("has_planned", [False, True])
-def test_only_a_baseline_that_no_plan_has_followed_was_measured_meanwhile(*, has_planned: bool) -> None:
+def test_only_a_baseline_that_no_plan_has_followed_was_measured_under_a_foreign_clock(
+    *, has_planned: bool
+) -> None:
     cluster = TruthfulCluster()
     if has_planned:
         cluster.plan()
@@ -232,7 +233,7 @@ def test_only_a_baseline_that_no_plan_has_followed_was_measured_meanwhile(*, has
     assert not any(period.is_wrong for period in cluster.machine.run.log.periods)
 
 
-def test_no_stock_baseline_is_measured_meanwhile() -> None:
+def test_no_stock_baseline_is_measured_under_a_foreign_clock() -> None:
     cluster = with_foreign_clock()
     cluster.send(BaselineRequested("request"))
     cluster.run(100)

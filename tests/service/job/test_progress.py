@@ -20,8 +20,7 @@ from perseus.service.domain.specification import Coordinates
 from perseus.service.job.progress import NO_PROGRESS_ITERATIONS, NO_PROGRESS_TIMEOUT_S
 from perseus.service.job.rules import Rules
 from perseus.v1 import event_pb2
-from tests.service.job.machine_bench import FIRST, SECOND, THIRD, answer
-from tests.service.job.machine_bench import FOURTH as LAST
+from tests.service.job.machine_bench import FIRST, FOURTH, SECOND, THIRD, answer
 from tests.service.job.troubled_cluster import (
     Spoil,
     TroubledCluster,
@@ -38,7 +37,7 @@ Announced = tuple[str, str, Coordinates | None, int]
 """Whether a stall begins or ends, its reason, the rank that it names, and the number of such ranks."""
 
 
-class Cluster(TroubledCluster):
+class StallingCluster(TroubledCluster):
     time_s = ITERATION_S
 
     def iteration_time_s(self) -> float:
@@ -61,8 +60,8 @@ class Cluster(TroubledCluster):
         return [(kind, reason) for kind, reason, _, _ in self.stalls()]
 
 
-def joined(rules: Rules | None = None) -> Cluster:
-    cluster = Cluster(rules)
+def joined(rules: Rules | None = None) -> StallingCluster:
+    cluster = StallingCluster(rules)
     cluster.join_all()
     return cluster
 
@@ -71,7 +70,7 @@ def joined(rules: Rules | None = None) -> Cluster:
 
 
 def test_missing_ranks_are_announced_once_and_shown_as_they_join() -> None:
-    cluster = Cluster()
+    cluster = StallingCluster()
     cluster.send(cluster.ranks[FIRST].joined())
     cluster.pass_time(NO_PROGRESS_TIMEOUT_S - 1)
     assert cluster.stalls() == []
@@ -93,7 +92,7 @@ def test_missing_ranks_are_announced_once_and_shown_as_they_join() -> None:
 
 
 def test_ranks_that_join_within_seconds_cause_no_event() -> None:
-    cluster = Cluster()
+    cluster = StallingCluster()
     cluster.pass_time(NO_PROGRESS_TIMEOUT_S - 1)
     cluster.join_all()
     cluster.run_until(JobState.PLANNED)
@@ -105,12 +104,12 @@ def test_a_lost_rank_is_missing_from_its_loss_on() -> None:
     cluster = joined()
     cluster.run_until(JobState.PLANNED)
     lost_s = cluster.now_s
-    cluster.send(RankLeft(LAST, "agent-1", RankLeftReason.TRAINER_GONE))
+    cluster.send(RankLeft(FOURTH, "agent-1", RankLeftReason.TRAINER_GONE))
     cluster.pass_time(NO_PROGRESS_TIMEOUT_S)
-    assert cluster.stalls() == [("STALLED", "RANK_MISSING", LAST, 1)]
+    assert cluster.stalls() == [("STALLED", "RANK_MISSING", FOURTH, 1)]
     assert time_from_proto("since_time", cluster.events()[-1].stall.since_time) == START_S + lost_s
-    assert str(cluster.machine.run.progress.stall) == f"{LAST} is missing"
-    cluster.ranks[LAST].start_trainer()
+    assert str(cluster.machine.run.progress.stall) == f"{FOURTH} is missing"
+    cluster.ranks[FOURTH].start_trainer()
     cluster.join_all()
     assert cluster.reasons()[-1] == ("STALL_ENDED", "RANK_MISSING")
 
@@ -155,13 +154,13 @@ def test_the_one_rank_without_useful_iterations_is_named_until_it_has_some(
     cluster.run()
     cluster.run_until(state)
     if spoil is None:
-        cluster.silent = {LAST}
+        cluster.silent = {FOURTH}
     else:
-        cluster.spoiling[LAST] = spoil
+        cluster.spoiling[FOURTH] = spoil
     cluster.run(20)
     if state is JobState.BASELINE:
         cluster.expect(state)
-    assert cluster.stalls() == [("STALLED", reason, LAST, 1)]
+    assert cluster.stalls() == [("STALLED", reason, FOURTH, 1)]
     cluster.silent, cluster.spoiling = (), {}
     if spoil is of_iteration_0:
         cluster.start_trainers_again()
@@ -209,9 +208,9 @@ def test_offers_that_are_always_late_are_announced() -> None:
         """The first offer after every iteration comes too late, and leaves no time for the next."""
         iteration = -1 if cluster.now_s in refused_s else offer.start_iteration
         refused_s.add(cluster.now_s)
-        return answer(cluster, LAST, offer.version, RefusalReason.PAST_START, iteration)
+        return answer(cluster, FOURTH, offer.version, RefusalReason.PAST_START, iteration)
 
-    cluster.ranks[LAST].answer = refuse  # type: ignore[method-assign]
+    cluster.ranks[FOURTH].answer = refuse  # type: ignore[method-assign]
     cluster.run(40)
     assert cluster.reasons() == [("STALLED", "OTHER_CLOCKS")]
 
@@ -293,12 +292,12 @@ def test_clocks_are_released_while_their_cost_is_unknown() -> None:
 def test_the_budget_ends_a_round_and_the_reason_names_the_awaited_rank() -> None:
     rules = Rules(lease_s=1000.0, baseline_iterations=2, profile_iterations=3, profile_budget_iterations=5)
     cluster = joined(rules)
-    cluster.spoiling[LAST] = without_estimate
+    cluster.spoiling[FOURTH] = without_estimate
     cluster.run_until(JobState.STOCK)
     assert cluster.machine.run.profiler.cost.iteration_count == 5
     reason = cluster.announced(event_pb2.StateChanged)[-1].reason
     assert "the budget of 5 iterations is used up" in reason
-    assert f"{LAST} sent no energy estimate" in reason
+    assert f"{FOURTH} sent no energy estimate" in reason
     (ended,) = cluster.announced(event_pb2.ProfilingEnded)
     assert (ended.is_enough, ended.limit) == (False, event_pb2.PROFILING_LIMIT_ITERATION_COUNT)
 

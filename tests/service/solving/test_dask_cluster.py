@@ -111,7 +111,7 @@ async def test_frontiers_of_a_cluster_are_those_of_this_process(dask: DaskProces
 @slow
 @pytest.mark.parametrize(
     ("limit_s", "expected"),
-    [(600.0, asyncio.CancelledError), (10.0, SolverTimeoutError)],
+    [(600.0, asyncio.CancelledError), (30.0, SolverTimeoutError)],
     ids=["it is cancelled", "it takes too long"],
 )
 async def test_work_that_nobody_wants_any_more_ends_there(

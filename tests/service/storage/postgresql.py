@@ -74,12 +74,11 @@ class Server:
             lock.unlink(missing_ok=True)
 
     def _run(self, *command: object) -> None:
-        # It refuses to run as root.
-        user = _unprivileged() if os.getuid() == 0 else None
+        # It refuses to run as root. A program changes the user: for `user=`, `subprocess` would fork this
+        # whole process, with gRPC's threads in it.
+        as_user = "setpriv --reuid=nobody --regid=nogroup --clear-groups" if os.getuid() == 0 else ""
         done = subprocess.run(
-            [str(part) for part in command],
-            user=user,
-            group=pwd.getpwuid(user).pw_gid if user is not None else None,
+            [*as_user.split(), *map(str, command)],
             cwd=self._folder,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

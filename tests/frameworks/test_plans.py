@@ -128,7 +128,7 @@ async def test_replicas_are_planned_within_a_slowdown_budget(case: Case, tmp_pat
         frontier = await run.observer.frontier()
         assert frontier.points[-1].energy_j < 0.9 * frontier.baseline.energy_j
         await run.set_budget(BUDGET_PERCENT)
-        (planned_s, *_) = (await run.job()).planned_iteration_time_s
+        (planned_s, *_) = (await run.planned_job()).planned_iteration_time_s
         assert (
             frontier.t_min_s
             < planned_s
@@ -153,7 +153,7 @@ async def test_a_straggling_replica_is_detected_and_answered(case: Case, tmp_pat
         await run.until_newer_plan(
             "the straggler detected, and its answer", before, lambda: run.observer.stragglers == {STRAGGLER}
         )
-        job = await run.job()
+        job = await run.planned_job()
         assert job.planned_iteration_time_s[0] > 1.15 * job.t_min_s, "the others take the time that there is"
     check_losses(case, run.task)
 

@@ -55,16 +55,10 @@ _LASTING_S = 1.0
 class Stack:
     """Everything from GPU to coordinator, in a folder. `start` starts absent processes.
 
-    The trainer runs as the tests' user, or as `trainer_uid`. Without a `coordinator` it has its own.
+    The trainer runs as the tests' user, or as `trainer_uid`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        library: Path,
-        trainer_uid: int | None = None,
-        coordinator: Coordinator | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, library: Path, trainer_uid: int | None = None) -> None:
         self.folder = folder
         self.gpu_folder = folder / "gpus"
         self.gpu_folder.mkdir(parents=True)
@@ -73,18 +67,15 @@ class Stack:
         self._gpu = EmulatedGpu.create(self.gpu_file, MODEL, UUID)
         self._trainer_uid = trainer_uid
         self._job_count = 0
+        self._security = Security(folder / "security")
         self._environment = {
             **nvml_stub.environment(library, self.gpu_folder),
+            **self._security.of_agent(),
             "PYTHONPATH": str(Path(__file__).parent / "hangs"),
         }
-        self._security: Security | None = None
-        if coordinator is None:
-            self._security = Security(folder / "security")
-            self._environment |= self._security.of_agent()
-            coordinator = Coordinator(
-                folder, folder / "perseus.db", environment={**self._security.of_coordinator(), **_SETTINGS}
-            )
-        self.coordinator = coordinator
+        self.coordinator = Coordinator(
+            folder, folder / "perseus.db", environment={**self._security.of_coordinator(), **_SETTINGS}
+        )
         if trainer_uid is not None:
             # The device is open to all; only its user records the processes that compute on it.
             self.gpu_file.chmod(0o666)
@@ -98,7 +89,7 @@ class Stack:
         return self
 
     def __exit__(self, *_: object) -> None:
-        end(self.trainer, self.agent, *([self.coordinator] if self._security else []))
+        end(self.trainer, self.agent, self.coordinator)
         self._gpu.close()
 
     @property
@@ -122,8 +113,7 @@ class Stack:
 
     def start_coordinator(self) -> None:
         self.coordinator.start()
-        if self._security is not None:
-            self._security.admit_agents(self.coordinator.address)
+        self._security.admit_agents(self.coordinator.address)
 
     def start_agent(self, *flags: str, output: int | None = None) -> None:
         """Start the agent under its supervisor, and wait until it serves its socket."""

@@ -4,13 +4,11 @@ python -m tests.torture.coordinator COUNT [REPORT] [--malformed COUNT]
 
 Agents load it from another process (`benchmarks.load`), and record all messages that they receive. The
 process is killed by SIGKILL at random times: while jobs are measured, profiled and planned, while stragglers
-come and go, and while it starts. After that come failing databases, malformed messages and hostile tenants.
+come and go, and while it starts. After that come malformed messages.
 """
 
 import argparse
-import asyncio
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -26,8 +24,6 @@ from benchmarks.load.control import Agents, GeneratorError, raise_file_limit
 from perseus.demo.processes import Coordinator
 from tests.processes import tails
 from tests.service.storage import postgresql
-from tests.torture import tenants
-from tests.torture.faults import FAULTS, FaultOutcome, strike_all
 from tests.torture.malformed import publish_malformed, torture_malformed
 from tests.torture.report import last_run, publish
 
@@ -50,7 +46,6 @@ _START_KILLS = 0.2
 _UNFINISHED_RETURNS = 0.3
 """Share of kills that don't wait for all agents to be back from the previous one."""
 _LIMIT_S = 120.0
-_HOSTILE_S = 60.0
 _POSTGRESQL_SHARE, _SERVER_SHARE = 0.25, 0.1
 """Shares of the number of kills: those repeated on PostgreSQL, and those of its server."""
 
@@ -220,7 +215,6 @@ _COLUMNS = (
     *("versions offered to ranks", "left out", "all agents back, median", "at most"),
     "lost, doubled or reversed",
 )
-_FAULT_COLUMNS = ("fault", "exit status", "last line", "GPU unlocked after", "problems")
 
 
 def _row(name: str, outcome: Outcome) -> tuple[object, ...]:
@@ -230,15 +224,6 @@ def _row(name: str, outcome: Outcome) -> tuple[object, ...]:
         *(f"{statistics.median(outcome.return_s):.2f} s", f"{max(outcome.return_s):.2f} s"),
         "; ".join(outcome.problems) or "none",
     )
-
-
-def _fault_row(outcome: FaultOutcome) -> tuple[object, ...]:
-    has_words = FAULTS[outcome.name].has_to_end and outcome.lines
-    words = outcome.lines[-1].replace("|", "/") if has_words else "–"
-    words = re.sub(r"/\S+/(?=jobs\.db)", "", words)  # the folder is irrelevant
-    status = "–" if outcome.status is None else outcome.status
-    problems = "; ".join(outcome.problems) or "none"
-    return (outcome.name, status, words, f"{outcome.stock_after_s:.1f} s", problems)
 
 
 def main(count: int, page: Path | None, seed: int, malformed_count: int) -> None:
@@ -255,22 +240,15 @@ def main(count: int, page: Path | None, seed: int, malformed_count: int) -> None
             outcomes["PostgreSQL"] = torture_postgresql(
                 own, round(count * _POSTGRESQL_SHARE), round(count * _SERVER_SHARE), seed
             )
-        faults = strike_all(Path(folder))
-        heading = "# Kills, failing databases and attacks: the coordinator"
+        heading = "# Kills and malformed messages: the coordinator"
         rows = [_row(name, outcome) for name, outcome in outcomes.items()]
-        took = last_run(time.monotonic() - begun_s, seed)
-        publish(page, heading, _COLUMNS, rows, took)
-        publish(page, "## When the database fails", _FAULT_COLUMNS, map(_fault_row, faults), took)
+        publish(page, heading, _COLUMNS, rows, last_run(time.monotonic() - begun_s, seed))
         problems = [outcome.problems for outcome in outcomes.values()]
-        problems += [fault.problems for fault in faults]
         if malformed_count:
             (own := Path(folder) / "malformed").mkdir()
             malformed = torture_malformed(own, malformed_count, seed)
             publish_malformed(page, malformed, seed)
             problems.append(malformed.problems)
-        hostile = asyncio.run(tenants.torture_tenants(Path(folder), _HOSTILE_S))
-        tenants.publish_tenants(page, hostile, _HOSTILE_S)
-        problems.append(hostile.problems)
     if any(problems):
         raise SystemExit(1)
 

@@ -162,14 +162,10 @@ pictures: $(STAMP)
 	tests/web/install
 	$(BIN)/python -m tests.web.pictures docs/images
 
-# The kill tests of `make test`, many more times, and a full attack by another user (as root). Writes
-# benchmarks/results/torture.md and other-users.md.
+# The kill tests of `make test`, many more times. Writes benchmarks/results/torture.md.
 KILLS ?= 50
-CONNECTIONS ?= 10000
-PACKETS ?= 100000
 torture: $(STAMP)
 	$(BIN)/python -m tests.nvml.torture $(KILLS) benchmarks/results/torture.md
-	$(BIN)/python -m tests.nvml.torture_other_users $(CONNECTIONS) $(PACKETS) benchmarks/results/other-users.md
 
 # Kill a coordinator many times under load, and send it malformed messages. Writes
 # benchmarks/results/torture-coordinator.md.

@@ -8,7 +8,6 @@ all the time, and another reads the coordinator's memory.
 import asyncio
 import logging
 import random
-import ssl
 import threading
 import time
 from collections import Counter
@@ -35,7 +34,7 @@ from tests.service.grpc_fakes import ALL_PLACES, Client, FakeAgent
 from tests.torture import malformed_messages as messages
 from tests.torture.report import publish
 
-SHARES = {"bounds": 0.4, "random": 0.3, "order": 0.2, "frames": 0.1}
+SHARES = {"bounds": 0.5, "random": 0.3, "order": 0.2}
 """Of all messages."""
 
 _HEALTH_PERIOD_S = 0.05
@@ -174,7 +173,6 @@ class _Attack:
                     *[lambda: self._send_random(channel)] * 2,
                     *[lambda: self._send_streams(channel, "random")] * 2,
                     *[lambda: self._send_streams(channel, "order")] * 2,
-                    *[self._send_frames] * 2,
                 ]
                 await asyncio.gather(*(each() for each in work))
                 self._is_over.set()
@@ -294,42 +292,6 @@ class _Attack:
         data: bytes = request.SerializeToString()
         return data
 
-    async def _send_frames(self) -> None:
-        token = self._security.token_file.read_text().strip()
-        context = ssl.create_default_context(cafile=self._security.ca)
-        context.load_cert_chain(self._security.client_certificate, self._security.client_key)
-        context.set_alpn_protocols(["h2"])
-        host, _, port = self._coordinator.address.rpartition(":")
-        rpcs = [_CONNECT, *self._methods]
-        while True:
-            rpc = self._chance.choice(rpcs)
-            body = self._random(self._methods.get(rpc, ConnectRequest)) if rpc != _CONNECT else b""
-            is_plain = self._chance.random() < 0.1  # to a port that speaks TLS
-            todo = messages.frames(self._chance, rpc, token, body)
-            try:
-                reader, writer = await asyncio.open_connection(
-                    host,
-                    int(port),
-                    ssl=None if is_plain else context,
-                    server_hostname=None if is_plain else host,
-                )
-            except (OSError, ssl.SSLError) as error:
-                self._outcome.ends[f"no connection: {type(error).__name__}"] += 1
-                continue
-            with suppress(OSError, ssl.SSLError, TimeoutError):
-                for data in todo:
-                    if writer.is_closing():
-                        break
-                    if not self._may_send("frames"):
-                        writer.transport.abort()
-                        return
-                    writer.write(data)
-                    await writer.drain()
-                if self._chance.random() < 0.5:
-                    async with asyncio.timeout(_WATCH_S):
-                        await reader.read()
-            writer.transport.abort()
-
     async def _call(self, channel: Any, rpc: str, data: bytes) -> None:
         try:
             if messages.is_streaming(rpc):
@@ -430,7 +392,6 @@ def publish_malformed(page: Path | None, outcome: Outcome, seed: int) -> None:
         "bounds": "every field of every request and stream message, at its bounds and beyond",
         "random": "random protocol buffers, and random bytes",
         "order": "agents' messages in random order, with and without Hello",
-        "frames": "truncated, contradictory or invalid HTTP/2",
     }
     settled_mb, end_mb = outcome.settled_bytes / 2**20, outcome.end_bytes / 2**20
     ends = ", ".join(f"{end} {count}" for end, count in outcome.ends.most_common(12))

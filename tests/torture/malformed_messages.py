@@ -1,4 +1,4 @@
-"""Malformed messages: every field at its bounds and beyond, random protocol buffers, broken frames.
+"""Malformed messages: every field at its bounds and beyond, random protocol buffers.
 
 Fields come from the contract's descriptors, so none is missing. Everything follows from a seed.
 """
@@ -11,7 +11,6 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from benchmarks.load.http2 import OPENING, frame, literal
 from perseus.v1 import (
     agent_service_pb2,
     computation_pb2,
@@ -332,58 +331,3 @@ def mangled(data: bytes, chance: random.Random) -> bytes:
             case _:
                 text = bytearray(chance.randbytes(chance.randint(0, 60)))
     return bytes(text)
-
-
-# ---------------------------------------------------------------------- broken frames
-
-_KINDS = range(13)
-
-
-def _headers(path: str, token: str, *, extra: bytes = b"") -> bytes:
-    block = b"\x83\x86" + literal(b":path", path.encode()) + literal(b":authority", b"localhost")
-    block += literal(b"te", b"trailers") + literal(b"content-type", b"application/grpc")
-    return block + literal(b"authorization", f"Bearer {token}".encode()) + extra
-
-
-def frames(chance: random.Random, path: str, token: str, body: bytes) -> list[bytes]:
-    """Return the writes on one connection: HTTP/2 that is truncated, contradictory or invalid."""
-    good = b"\x00" + len(body).to_bytes(4) + body
-    block = _headers(path, token)
-    begun = [OPENING, frame(1, 4, 1, block)]
-    match chance.randrange(12):
-        case 0:  # not HTTP/2
-            return [chance.randbytes(chance.randint(1, 200))]
-        case 1:  # cut anywhere
-            whole = b"".join((*begun, frame(0, 1, 1, good)))
-            return [whole[: chance.randrange(len(whole))]]
-        case 2:  # a message with a wrong length
-            lie = b"\x00" + chance.choice((0, 1, 2**32 - 1, 4 * 2**20 + 1, len(body) + 9)).to_bytes(4) + body
-            return [*begun, frame(0, chance.choice((0, 1)), 1, lie)]
-        case 3:  # marked as compressed, but not compressed
-            return [*begun, frame(0, 1, 1, chance.choice((b"\x01", b"\xff")) + good[1:])]
-        case 4:  # frames of any kind, flags and stream
-            return [*begun, *(_any_frame(chance) for _ in range(8))]
-        case 5:  # a frame with a wrong length
-            cut = bytearray(frame(0, 1, 1, good))
-            cut[:3] = chance.choice((0, 1, 2**14 + 1, 2**24 - 1)).to_bytes(3)
-            return [*begun, bytes(cut)]
-        case 6:  # headers that no table can decode
-            return [OPENING, frame(1, 5, 1, chance.randbytes(chance.randint(1, 300)))]
-        case 7:  # headers without an end, continued
-            return [OPENING, frame(1, 0, 1, block[:9]), *(frame(9, 0, 1, block[9:20]) for _ in range(20))]
-        case 8:  # streams begun and dropped at once
-            calls = ((frame(1, 4, n, block), frame(3, 0, n, bytes(4))) for n in range(1, 80, 2))
-            return [OPENING, *(each for call in calls for each in call)]
-        case 9:  # streams with even, zero or decreasing numbers
-            return [OPENING, *(frame(1, 5, chance.choice((0, 2, 1, 7, 3)), block) for _ in range(4))]
-        case 10:  # windows beyond their size
-            return [*begun, *(frame(8, 0, chance.choice((0, 1)), b"\x7f\xff\xff\xff") for _ in range(3))]
-        case _:  # nonsense in the headers of a call
-            extra = literal(b"grpc-timeout", chance.choice((b"-1S", b"99999999999H", b"x")))
-            extra += literal(b"grpc-encoding", chance.choice((b"gzip", b"none such", b"\xff")))
-            return [OPENING, frame(1, 4, 1, _headers(path, token, extra=extra)), frame(0, 1, 1, good)]
-
-
-def _any_frame(chance: random.Random) -> bytes:
-    payload = chance.randbytes(chance.choice((0, 1, 4, 5, 6, 8, 40)))
-    return frame(chance.choice(_KINDS), chance.randrange(256), chance.choice((0, 1, 3, 2**31 - 1)), payload)

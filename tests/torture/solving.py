@@ -2,22 +2,21 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from perseus.service.domain.commands import Announce, Store
-from perseus.service.domain.model import EventFilter, JobState
+from perseus.service.domain.model import EventFilter
 from perseus.service.domain.retention import Retention
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.solving.dask_cluster import DaskCluster
 from perseus.service.solving.worker import Worker
 from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import Entry, EventEntry, JobEntry, NewRun
 from perseus.v1 import event_pb2, job_pb2
-from tests.service.service_fakes import START_S, Cluster, make_spec
+from tests.service.service_fakes import Cluster, make_spec
+from tests.service.storage.stores import entries_of, opened, planned_cluster
 
 _TIMEOUT_S = 1800.0
 _TURN_S = 0.005
@@ -32,32 +31,17 @@ class Outcome:
     `planned_count`: those with a frontier and plans; `retried_count`: those with a retry.
     """
 
-    job_count: int
     planned_count: int
     retried_count: int
     stock_count: int
-    time_s: float
 
 
 async def fill(path: Path, job_count: int, microbatches: int) -> None:
     """Write a database like that of a coordinator with `job_count` planned jobs."""
-    cluster = Cluster(make_spec(microbatches=microbatches))
-    cluster.join_all()
-    cluster.iterate_until(JobState.PLANNED)
-    cluster.iterate(2)
-
-    def entries(job_id: str) -> Iterator[Entry]:
-        yield NewRun(replace(cluster.spec, job_id=job_id), 1, START_S)
-        for command in cluster.history:
-            if isinstance(command, Store):
-                yield JobEntry(job_id, 1, command.record)
-            elif isinstance(command, Announce):
-                yield EventEntry(job_id, 1, command.event)
-
-    store = await SqlStore.open(path)
-    for number in range(job_count):
-        await store.write(list(entries(f"job-{number:03}")))
-    await store.close()
+    cluster = planned_cluster(microbatches)
+    async with opened(path) as store:
+        for number in range(job_count):
+            await store.write(entries_of(cluster, f"job-{number:03}"))
 
 
 @asynccontextmanager
@@ -108,5 +92,4 @@ async def restarted(
         await coordinator.flush()
         wanted = EventFilter(types=frozenset({event_pb2.JOB_EVENT_TYPE_SOLVE_RETRIED}))
         retried = [await coordinator.jobs.events(job.job_id, 0, wanted, 0, 1) for job in jobs]
-    time_s = time.monotonic() - began_s
-    return Outcome(len(jobs), len(solved), sum(map(bool, retried)), len(stock), time_s)
+    return Outcome(len(solved), sum(map(bool, retried)), len(stock))

@@ -4,7 +4,7 @@ import asyncio
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +42,22 @@ def execute(path: Path, statements: str) -> None:
         connection.executescript(statements)
 
 
-def planned_cluster() -> Cluster:
-    cluster = Cluster(make_spec())
+def planned_cluster(microbatches: int = 3) -> Cluster:
+    cluster = Cluster(make_spec(microbatches=microbatches))
     cluster.join_all()
     cluster.iterate_until(JobState.PLANNED)
     cluster.iterate(3)
     return cluster
 
 
-def entries_of(cluster: Cluster) -> list[Entry]:
-    """What a cluster's job has written since it began."""
-    entries: list[Entry] = [NewRun(cluster.spec, 1, 12.5)]
+def entries_of(cluster: Cluster, job_id: str = "job") -> list[Entry]:
+    """What a cluster's job has written since it began, as if its name were another."""
+    entries: list[Entry] = [NewRun(replace(cluster.spec, job_id=job_id), 1, 12.5)]
     for command in cluster.history:
         if isinstance(command, Store):
-            entries.append(JobEntry("job", 1, command.record))
+            entries.append(JobEntry(job_id, 1, command.record))
         elif isinstance(command, Announce):
-            entries.append(EventEntry("job", 1, command.event))
+            entries.append(EventEntry(job_id, 1, command.event))
     return entries
 
 

@@ -72,8 +72,6 @@ def torture(
     database: str,
     kill_count: int,
     seed: int,
-    *,
-    pipeline_count: int = 8,
     server: postgresql.Server | None = None,
     server_kill_count: int = 0,
 ) -> Outcome:
@@ -99,7 +97,7 @@ def torture(
                     if len(restart_counts) == JOBS:
                         oldest = next(iter(restart_counts))
                         _settle(agents, {oldest: restart_counts.pop(oldest)}, outcome)
-                    restart_counts[_add(agents, number, pipeline_count)] = 0
+                    restart_counts[_add(agents, number)] = 0
                 _nudge(agents, list(restart_counts), chance)
                 time.sleep(chance.uniform(0.0, _MAX_DELAY_S))
                 if server is not None and number in server_kills:
@@ -129,12 +127,12 @@ def torture(
     return outcome
 
 
-def _add(agents: Agents, number: int, pipeline_count: int) -> str:
+def _add(agents: Agents, number: int) -> str:
     job_id = f"torture-{number}"
     agents.ask(
         "add",
         job_id=job_id,
-        pipeline_count=pipeline_count,
+        pipeline_count=8,
         stage_count=STAGES,
         microbatch_count=4,
         period_s=PERIOD_S,
@@ -192,24 +190,6 @@ def check_by_command(database: str) -> list[str]:
     return [] if done.returncode == 0 else [f"store check: {done.stdout}{done.stderr}"]
 
 
-def torture_sqlite(folder: Path, kill_count: int, seed: int) -> Outcome:
-    """Kill a coordinator with a database in a file."""
-    return torture(folder, str(folder / "jobs.db"), kill_count, seed)
-
-
-def torture_postgresql(folder: Path, kill_count: int, server_kill_count: int, seed: int) -> Outcome:
-    """Kill a coordinator whose database is on a server, and the server too."""
-    with postgresql.running() as server:
-        return torture(
-            folder,
-            server.new_database(),
-            kill_count,
-            seed,
-            server=server,
-            server_kill_count=server_kill_count,
-        )
-
-
 _COLUMNS = (
     *("database", "kills under load", "while it started", "of the server", "batches acknowledged"),
     *("versions offered to ranks", "left out", "all agents back, median", "at most"),
@@ -232,14 +212,16 @@ def main(count: int, page: Path | None, seed: int, malformed_count: int) -> None
     raise_file_limit()
     begun_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="perseus-") as folder:
-        outcomes = {"SQLite": torture_sqlite(Path(folder), count, seed)}
+        outcomes = {"SQLite": torture(Path(folder), f"{folder}/jobs.db", count, seed)}
         if postgresql.MISSING:
             print(postgresql.MISSING)
         else:
             (own := Path(folder) / "postgresql").mkdir()
-            outcomes["PostgreSQL"] = torture_postgresql(
-                own, round(count * _POSTGRESQL_SHARE), round(count * _SERVER_SHARE), seed
-            )
+            kill_count, server_kill_count = round(count * _POSTGRESQL_SHARE), round(count * _SERVER_SHARE)
+            with postgresql.running() as server:
+                outcomes["PostgreSQL"] = torture(
+                    own, server.new_database(), kill_count, seed, server, server_kill_count
+                )
         heading = "# Kills and malformed messages: the coordinator"
         rows = [_row(name, outcome) for name, outcome in outcomes.items()]
         publish(page, heading, _COLUMNS, rows, last_run(time.monotonic() - begun_s, seed))

@@ -23,8 +23,7 @@ from tests.processes import MEMBER_LEASE_S
 from tests.service.storage import next_release, postgresql
 from tests.torture import unfenced
 from tests.torture.coordinator import FLAGS, STAGES
-from tests.torture.fleet import COUNT, KINDS, PERIOD_S, shuffled, torture
-from tests.torture.trainings import ForeignClocks
+from tests.torture.fleet import COUNT, KINDS, PERIOD_S, ForeignClocks, shuffled, torture
 
 SAMPLE = ("kill", "freeze in a transaction", "leave", "cut off", "kill and restart")
 

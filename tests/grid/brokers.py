@@ -6,9 +6,7 @@ import os
 import shutil
 import socket
 import ssl
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +16,7 @@ import aiomqtt
 from joserfc.jwk import Key
 from pwdlib.hashers.argon2 import Argon2Hasher
 
+from perseus.demo.processes import Process
 from perseus.demo.security import Security
 from tests.grid.isv import opened
 from tests.ports import free_port
@@ -25,7 +24,6 @@ from tests.ports import free_port
 TOKEN = "password-of-all"
 """The password of every client; a gateway sends it as an OAuth2 token with the contract's user name."""
 
-_START_TIMEOUT_S = 30.0
 _RUN = """
 import asyncio, json, sys
 from amqtt.broker import Broker
@@ -39,14 +37,13 @@ asyncio.run(main())
 """
 
 
-class MqttBroker:
+class MqttBroker(Process):
     """amqtt with a demo's certificates, which can be stopped and started again at the same address."""
 
     def __init__(self, security: Security, log: Path) -> None:
+        super().__init__(log)
         self.port = free_port()
         self._security = security
-        self._log = log
-        self._process: subprocess.Popen[bytes] | None = None
         self._passwords = log.with_suffix(".passwords")
         self._passwords.write_text(
             "".join(f"{user}:{Argon2Hasher().hash(TOKEN)}\n" for user in ("oauthtoken", "isv"))
@@ -57,19 +54,15 @@ class MqttBroker:
         return f"127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        with self._log.open("ab") as output:
-            self._process = subprocess.Popen(self._command(), stdout=output, stderr=subprocess.STDOUT)
-        deadline_s = time.monotonic() + _START_TIMEOUT_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-                return
-            except OSError:
-                assert self._process.poll() is None, self._log.read_text()
-                assert time.monotonic() < deadline_s, "the broker does not listen"
-                time.sleep(0.05)
+        """Start it, and wait until it listens."""
+        self.launch()
+        self.until(self._is_listening, "the broker listens")
 
-    def _command(self) -> list[str]:
+    def _is_listening(self) -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def command(self) -> list[str]:
         listener = {
             "type": "tcp",
             "bind": self.address,
@@ -82,12 +75,6 @@ class MqttBroker:
         plugins = {"amqtt.plugins.authentication.FileAuthPlugin": {"password_file": str(self._passwords)}}
         config = json.dumps({"listeners": {"default": listener}, "plugins": plugins})
         return [sys.executable, "-c", _RUN, config]
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait(10)
-            self._process = None
 
     def client(self, name: str) -> aiomqtt.Client:
         """Return a client with one of the demo's certificates."""
@@ -109,9 +96,9 @@ class Mosquitto(MqttBroker):
 
     PROGRAM = shutil.which("mosquitto", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 
-    def _command(self) -> list[str]:
+    def command(self) -> list[str]:
         assert self.PROGRAM is not None
-        config = self._log.with_suffix(".conf")
+        config = self.log.with_suffix(".conf")
         config.write_text(
             f"listener {self.port} 127.0.0.1\n"
             f"cafile {self._security.ca}\n"
@@ -126,11 +113,9 @@ class Mosquitto(MqttBroker):
 
 @contextmanager
 def running(broker: MqttBroker) -> Iterator[MqttBroker]:
-    broker.start()
-    try:
+    with broker:
+        broker.start()
         yield broker
-    finally:
-        broker.stop()
 
 
 class Heard:

@@ -4,11 +4,10 @@ import json
 import resource
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from joserfc.jwk import Key
 
-from perseus.demo.processes import TIMEOUT_S, Coordinator, Process, entries
+from perseus.demo.processes import TIMEOUT_S, Coordinator, Process
 from perseus.demo.security import Security
 from perseus.tls.tokens import own_token
 from perseus.v1 import token_service_pb2
@@ -33,21 +32,15 @@ def grid_token(security: Security, address: str, folder: Path) -> Path:
 class CoordinatorProcess(Coordinator):
     """A coordinator with feeds and a durable database."""
 
-    def __init__(self, folder: Path, feeds: Mapping[str, object], **more: str) -> None:
+    def __init__(self, folder: Path, feeds: Mapping[str, object]) -> None:
         folder.mkdir(exist_ok=True)
         self.security = Security(folder / "security")
-        settings = {"FEEDS": json.dumps(feeds), **more}
-        environment = {f"PERSEUS_COORDINATOR_{name}": value for name, value in settings.items()}
         super().__init__(
             folder,
             folder / "perseus.db",
-            environment={**self.security.of_coordinator(), **environment},
+            environment={**self.security.of_coordinator(), "PERSEUS_COORDINATOR_FEEDS": json.dumps(feeds)},
             address=f"127.0.0.1:{free_port()}",
         )
-
-    def await_listening(self) -> None:
-        """Wait until it listens."""
-        self.logged("listening")
 
 
 class GatewayProcess(Process):
@@ -95,18 +88,10 @@ class GatewayProcess(Process):
         """End it as an operator does; return its exit code."""
         return self.terminate()
 
-    def end(self) -> int:
-        """Wait for its end; return its exit code."""
-        return self.wait()
-
     def fill_disk(self) -> None:
         """Stop all its files from growing."""
         size = self.state.with_name("state.db-wal").stat().st_size
         resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (size, size))
-
-    def published(self) -> list[dict[str, Any]]:
-        """Return its log so far."""
-        return entries(self.log)
 
     def wait_for(self, event: str, count: int = 1, timeout_s: float = TIMEOUT_S) -> None:
         """Wait until an event was logged `count` times."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import aiomqtt
 import pytest
 
+from perseus.demo.processes import entries
 from perseus.grid.contract.messages import moment
 from perseus.v1 import power_service_pb2
 from perseus.v1.power_service_pb2_grpc import PowerServiceStub
@@ -75,7 +76,7 @@ def site_with(tmp_path: Path, kind: type[MqttBroker]) -> Iterator[Site]:
     try:
         coordinator.launch()
         with running(kind(coordinator.security, tmp_path / "broker.log")) as broker:
-            coordinator.await_listening()
+            coordinator.logged("listening")
             gateway = GatewayProcess(
                 tmp_path / "gateway", coordinator.security, broker.address, coordinator.address
             )
@@ -166,7 +167,7 @@ async def test_every_message_has_one_answer(site: Site) -> None:
         ((_, data),) = (each for each in reported if each[0] == refused["correlationid"])
         targets = [target["correlation_id"] for target in data["feeds"]["hall-a"]["targets"]]
         assert refused["correlationid"] not in targets
-    lines = site.gateway.published()
+    lines = entries(site.gateway.log)
     _, _, first, unknown, *others = [line["verdict"] for line in lines if line["event"] == "load targets"]
     assert [first, *others] == ["accepted", "accepted before", "accepted"]
     assert "a feed that is not served" in unknown
@@ -220,7 +221,7 @@ async def test_nothing_is_lost_or_applied_twice_when_gateway_and_broker_and_coor
 
     # The gateway reconnects to a broker that is back.
     met = site.gateway.count("connected to the broker")
-    site.broker.stop()
+    site.broker.terminate()
     site.gateway.wait_for("no broker")
     site.broker.start()
     site.gateway.wait_for("connected to the broker", met + 1, 60.0)
@@ -238,7 +239,7 @@ async def test_a_message_that_cannot_be_stored_ends_the_gateway_and_is_delivered
             site.gateway.fill_disk()
             sent = site.isv.envelope(time.time(), {"targets": [target_of(7e5)]})
             await site.send(client, sent)
-            assert await asyncio.to_thread(site.gateway.end) == 1
+            assert await asyncio.to_thread(site.gateway.wait) == 1
             text = site.gateway.log.read_text()
             assert "state.db: can't be written" in " ".join(text.split())
             assert "Traceback" not in text

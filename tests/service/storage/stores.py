@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psycopg
+
 from perseus.service.domain.commands import Announce, Store
 from perseus.service.domain.members import Slot
 from perseus.service.domain.model import JobState
@@ -15,6 +17,7 @@ from perseus.service.domain.records import StoredJob
 from perseus.service.storage.membership import MemberRows
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import Entry, EventEntry, JobEntry, NewRun
+from perseus.v1.event_pb2 import JobEvent
 from tests.service.service_fakes import Cluster, make_spec
 
 LEASE_S = 30.0
@@ -36,10 +39,19 @@ async def fill(database: Path | str, *entries: Entry) -> str:
         return store.commit_marker
 
 
-def execute(path: Path, statements: str) -> None:
-    """Change a SQLite file behind its store."""
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript(statements)
+def execute(database: Path | str, *statements: str) -> None:
+    """Change a database behind its store."""
+    if isinstance(database, Path):
+        with closing(sqlite3.connect(database)) as connection:
+            connection.executescript("".join(statements))
+        return
+    with psycopg.connect(database, autocommit=True) as session:
+        for statement in statements:
+            session.execute(statement.encode())
+
+
+def event(number: int, length: int = 1) -> EventEntry:
+    return EventEntry("job", 1, JobEvent(sequence=number, message="x" * length))
 
 
 def planned_cluster(microbatches: int = 3) -> Cluster:

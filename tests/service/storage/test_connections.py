@@ -1,9 +1,11 @@
-"""Connections to a real PostgreSQL: the server's defaults, conflicts, and connections that are cut."""
+"""Connections to a real PostgreSQL: the server's defaults, conflicts, connections that are cut, standbys."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import suppress
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -23,12 +25,11 @@ from perseus.service.storage import schema, sql_store
 from perseus.service.storage.archive import import_database
 from perseus.service.storage.engines import connect
 from perseus.service.storage.membership import MemberRows, session_of
-from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import EventEntry, JobEntry, NewRun, TelemetrySequence
-from perseus.v1 import event_pb2
+from perseus.service.storage.sql_store import SqlStore, open_connections
+from perseus.service.storage.store import JobEntry, NewRun, TelemetrySequence
 from tests.service.service_fakes import make_spec
 from tests.service.storage.postgresql import Server
-from tests.service.storage.stores import LEASE_S, held_slots, opened, stored_run
+from tests.service.storage.stores import LEASE_S, event, execute, held_slots, opened, stored_run
 
 DEFAULTS = {
     "default_transaction_isolation": "serializable",
@@ -43,15 +44,9 @@ DEFAULTS = {
 }
 
 
-def run(url: str, *statements: str) -> None:
-    with psycopg.connect(url, autocommit=True) as connection:
-        for statement in statements:
-            connection.execute(statement.encode())
-
-
 async def test_defaults_of_server_database_and_role_are_not_inherited(url: str) -> None:
     name = make_url(url).database
-    run(url, *(f"ALTER DATABASE {name} SET {key} = '{value}'" for key, value in DEFAULTS.items()))
+    execute(url, *(f"ALTER DATABASE {name} SET {key} = '{value}'" for key, value in DEFAULTS.items()))
     for is_read_only in (False, True):
         session = connect(url, is_read_only=is_read_only)
         connection = session.connection
@@ -73,12 +68,17 @@ async def test_defaults_of_server_database_and_role_are_not_inherited(url: str) 
     member.close()
 
 
-@pytest.mark.parametrize("limit_s", [0.0, 0.25])
-def test_how_long_a_statement_waits_for_a_lock_is_the_connections(url: str, limit_s: float) -> None:
-    session = connect(url, lock_limit_s=limit_s, statement_limit_s=2 * limit_s)
-    assert session.connection.scalar(text("SHOW lock_timeout")) == ("250ms" if limit_s else "0")
-    assert session.connection.scalar(text("SHOW statement_timeout")) == ("500ms" if limit_s else "0")
-    session.close()
+def test_limits_of_statements_locks_and_idle_transactions_are_each_connections(url: str) -> None:
+    opened = open_connections(url, holder="member", lock_limit_s=0.25, statement_limit_s=0.5)
+    settings = "lock_timeout", "statement_timeout", "idle_in_transaction_session_timeout"
+    assert [tuple(each.connection.scalar(text(f"SHOW {name}")) for name in settings) for each in opened] == [
+        ("250ms", "0", "1min"),
+        ("250ms", "500ms", "1min"),
+        ("250ms", "500ms", "1min"),
+        ("250ms", "500ms", "3s"),  # others wait for a claim that is cut off
+    ]
+    for each in opened:
+        each.close()
 
 
 @pytest.mark.parametrize("encoding", ["LATIN1", "SQL_ASCII"])
@@ -131,10 +131,6 @@ async def served(url: str) -> AsyncIterator[Served]:
         yield made
         made.watching.cancel()
         await asyncio.gather(made.watching, return_exceptions=True)
-
-
-def event(number: int) -> EventEntry:
-    return EventEntry("job", 1, event_pb2.JobEvent(sequence=number, message="x"))
 
 
 def offer(clock_mhz: int) -> PipelineOffer:
@@ -196,7 +192,7 @@ async def test_a_writer_that_is_cut_while_idle_is_renewed_behind_the_fence(serve
     assert await served.count_events() == 2
     assert store.commit_marker.split(".")[2] == "3"
     assert not served.watching.done()
-    run(served.url, "UPDATE slots SET holder = 'another', lease_epoch = 2")
+    execute(served.url, "UPDATE slots SET holder = 'another', lease_epoch = 2")
     served.end_sessions(of_writer=True)
     with pytest.raises(StoreFailedError, match="another coordinator has taken over"):
         await store.write([event(3)])
@@ -231,7 +227,7 @@ async def test_a_commit_whose_answer_is_lost_is_made_exactly_once(
 
 async def test_a_database_that_has_lost_commits_is_not_written_to(served: Served) -> None:
     await served.store.write([event(1)])
-    run(served.url, "UPDATE coordinator SET commit_number = 1", "DELETE FROM events")
+    execute(served.url, "UPDATE coordinator SET commit_number = 1", "DELETE FROM events")
     served.end_sessions(of_writer=True)
     with pytest.raises(StoreFailedError, match=r"it has lost commits: expected 2 of them, found 1$"):
         await served.store.write([event(2)])
@@ -249,7 +245,7 @@ CREATE TRIGGER fail BEFORE INSERT ON events FOR EACH ROW EXECUTE FUNCTION fail()
 
 @pytest.mark.parametrize("state", ["40001", "40P01", "55P03", "57014"])
 async def test_a_transaction_that_loses_a_conflict_is_tried_again(served: Served, state: str) -> None:
-    run(served.url, FAIL_TWICE.format(state=state, count=2))
+    execute(served.url, FAIL_TWICE.format(state=state, count=2))
     await served.store.write([event(1)])
     assert await served.count_events() == 1
     assert not served.watching.done()
@@ -260,7 +256,7 @@ async def test_a_conflict_that_does_not_end_and_any_other_error_are_fatal(
     served: Served, state: str, attempts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sql_store, "REPEAT_LIMIT_S", 30.0 if attempts == 1 else 0.04)
-    run(served.url, FAIL_TWICE.format(state=state, count=1000))
+    execute(served.url, FAIL_TWICE.format(state=state, count=1000))
     with pytest.raises(StoreFailedError, match="a conflict"):
         await served.store.write([event(1)])
     with psycopg.connect(served.url) as connection:
@@ -274,15 +270,7 @@ async def test_a_conflict_that_does_not_end_and_any_other_error_are_fatal(
 async def test_what_the_driver_refuses_is_not_tried_again(served: Served) -> None:
     async with asyncio.timeout(20):  # a lost connection would be waited for for longer
         with pytest.raises(StoreFailedError, match="NUL"):
-            await served.store._run(
-                lambda: served.store._connection.exec_driver_sql("SELECT %s::text", ("\0",))
-            )
-
-
-async def test_others_wait_for_a_claim_that_is_cut_off_for_some_seconds_only(served: Served) -> None:
-    assert served.store._claims is not None
-    limit = served.store._claims.connection.exec_driver_sql("SHOW idle_in_transaction_session_timeout")
-    assert limit.scalar() == "3s"
+            await served.store.write([TelemetrySequence("\0", 7)])
 
 
 async def test_a_lock_of_another_session_is_waited_for(served: Served) -> None:
@@ -300,3 +288,45 @@ async def test_a_connection_that_is_given_up_is_not_opened_again(served: Served)
     with pytest.raises(StoreFailedError, match="the server can't be reached"):
         await served.store.write([event(1)])
     assert await served.count_events() == 0
+
+
+# ---------------------------------------------------------------------- standbys
+
+
+@contextmanager
+def standby(server: Server, folder: Path) -> Iterator[None]:
+    program = next(Path("/usr/lib/postgresql").glob("*/bin/pg_receivewal"))
+    command = [str(program), "--synchronous", "--no-loop", "-D", str(folder), "-d", server.url("postgres")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow("another process connects to the server")
+async def test_standbys_are_counted_by_whether_commits_wait_for_them(
+    postgresql_server: Server, url: str, tmp_path: Path
+) -> None:
+    setting = "synchronous_standby_names"
+    async with opened(url) as store:
+        assert await store.standbys() == {"synchronous": 0, "asynchronous": 0}
+        with standby(postgresql_server, tmp_path):
+            for names, kind in (("", "asynchronous"), ("*", "synchronous")):
+                execute(url, f"ALTER SYSTEM SET {setting} = '{names}'", "SELECT pg_reload_conf()")
+                async with asyncio.timeout(20):
+                    while not (await store.standbys())[kind]:  # noqa: ASYNC110 - the server is asked
+                        await asyncio.sleep(0.02)
+            execute(url, f"ALTER SYSTEM RESET {setting}", "SELECT pg_reload_conf()")
+
+
+async def test_there_are_none_without_permission_to_see_them(url: str) -> None:
+    execute(url, "CREATE ROLE plain LOGIN", "GRANT ALL ON SCHEMA public TO plain")
+    async with opened(url.replace("tester@", "plain@")) as store:
+        assert await store.standbys() == {}
+
+
+async def test_there_are_none_on_sqlite(path: Path) -> None:
+    async with opened(path) as store:
+        assert await store.standbys() == {}

@@ -5,14 +5,12 @@ import os
 import resource
 import shutil
 import signal
-import sqlite3
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
-import psycopg
 import pytest
 
 from perseus.service.domain.errors import (
@@ -21,11 +19,10 @@ from perseus.service.domain.errors import (
     StoreFailedError,
 )
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import EventEntry, NewRun, TelemetrySequence
-from perseus.v1 import event_pb2
+from perseus.service.storage.store import NewRun, TelemetrySequence
 from tests.service.service_fakes import make_spec
 from tests.service.storage.postgresql import Server
-from tests.service.storage.stores import fill, opened
+from tests.service.storage.stores import event, execute, fill, opened
 
 
 @pytest.fixture
@@ -59,10 +56,6 @@ async def write_on(store: SqlStore, problem: str = "") -> int:
     return acknowledged
 
 
-def event(number: int, length: int) -> EventEntry:
-    return EventEntry("job", 1, event_pb2.JobEvent(sequence=number, message="x" * length))
-
-
 async def test_a_full_disk_ends_the_store_and_acknowledged_writes_stay(
     small_disk: Path, tmp_path: Path
 ) -> None:
@@ -74,16 +67,18 @@ async def test_a_full_disk_ends_the_store_and_acknowledged_writes_stay(
         assert len(await store.events("job", 1, 0, 1000)) == count
 
 
-async def test_a_file_that_may_not_grow_ends_the_store(path: Path) -> None:
+async def test_a_file_that_may_not_grow_ends_the_store_and_acknowledged_writes_stay(path: Path) -> None:
     async with opened(path) as store:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
-            await write_on(store)
+            count = await write_on(store)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             signal.signal(signal.SIGXFSZ, handler)
+    async with opened(path) as store:
+        assert len(await store.events("job", 1, 0, 1000)) == count
 
 
 def remove(path: Path) -> None:
@@ -104,7 +99,7 @@ async def test_files_that_are_removed_or_replaced_are_noticed_before_anything_mo
         await store.write([NewRun(make_spec(), 1, 1.0)])
         harm(tmp_path / f"jobs.db{suffix}")
         with pytest.raises(StoreFailedError, match=rf"jobs\.db{suffix} was removed or replaced$"):
-            await store.write([event(1, 1)])
+            await store.write([event(1)])
 
 
 def test_a_file_on_a_read_only_file_system_is_refused(small_disk: Path) -> None:
@@ -180,11 +175,11 @@ async def test_a_server_that_stops_ends_the_store_and_acknowledged_writes_stay(
 async def test_a_session_that_the_server_ends_never_writes_again(url: str) -> None:
     async with opened(url) as store:
         await store.write([TelemetrySequence("agent", 7)])
-        with psycopg.connect(url, autocommit=True) as connection:
-            connection.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-                "WHERE datname = current_database() AND pid <> pg_backend_pid()"
-            )
+        execute(
+            url,
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid()",
+        )
         async with opened(url) as other:
             with pytest.raises(StoreFailedError, match="connection"):
                 await store.write([TelemetrySequence("agent", 9)])
@@ -193,9 +188,7 @@ async def test_a_session_that_the_server_ends_never_writes_again(url: str) -> No
 
 async def test_a_database_that_a_user_may_only_read_is_refused_or_fails_clearly(url: str) -> None:
     await fill(url, TelemetrySequence("agent", 7))
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute("CREATE ROLE visitor LOGIN")
-        connection.execute("GRANT SELECT ON ALL TABLES IN SCHEMA public TO visitor")
+    execute(url, "CREATE ROLE visitor LOGIN", "GRANT SELECT ON ALL TABLES IN SCHEMA public TO visitor")
     with pytest.raises(DatabaseUnavailableError, match="the user lacks a permission") as caught:
         await SqlStore.open(url.replace("tester@", "visitor@"))
     assert "\n" not in str(caught.value)
@@ -217,12 +210,3 @@ async def test_an_invalid_database_is_refused_in_one_line_without_its_password(
         await SqlStore.open(database)
     assert "\n" not in str(caught.value)
     assert "secret" not in str(caught.value)
-
-
-async def test_a_failing_disk_does_not_hide_the_cause(path: Path) -> None:
-    """A limit of SQLite itself replaces a full disk where none can be mounted."""
-    async with opened(path) as store:
-        connection = store._opened.connection.connection.dbapi_connection
-        assert isinstance(connection, sqlite3.Connection)
-        await store._run(lambda: connection.execute("PRAGMA max_page_count = 40"))
-        await write_on(store, "the disk is full")

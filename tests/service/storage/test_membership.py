@@ -40,12 +40,8 @@ class Fleet:
         member.join(address, place)
         return member
 
-    def run(self, statement: str) -> None:
-        with psycopg.connect(self.url, autocommit=True) as connection:
-            connection.execute(statement.encode())
-
     def expire(self, member: MemberRows) -> None:
-        self.run(f"UPDATE members SET expire_time_s = 0 WHERE member_id = '{member.member_id}'")
+        execute(self.url, f"UPDATE members SET expire_time_s = 0 WHERE member_id = '{member.member_id}'")
 
 
 @pytest.fixture
@@ -122,7 +118,7 @@ async def test_nothing_is_written_after_a_takeover(fleet: Fleet) -> None:
         await store.write([TelemetrySequence("agent", 7)])
         assert store.lease_epoch == 1
         # Its session is not ended: only the fence is between.
-        fleet.run("UPDATE slots SET holder = ''")
+        execute(fleet.url, "UPDATE slots SET holder = ''")
         assert second.take(0, 1) == 2
         with pytest.raises(StoreFailedError, match="another coordinator has taken over"):
             await store.write([TelemetrySequence("agent", 8)])
@@ -192,7 +188,7 @@ async def test_slots_have_tables_of_their_own_and_share_those_of_the_fleet(fleet
                 pass
             assert await store.load_budgets() == kept, "slot 0's coordinator alone prunes them"
     assert check_database(fleet.url) == []
-    fleet.run("INSERT INTO slot_2.telemetry VALUES ('other', 0, 0, '')")
+    execute(fleet.url, "INSERT INTO slot_2.telemetry VALUES ('other', 0, 0, '')")
     assert check_database(fleet.url) == [
         "slot 2: agent 'other': expected a telemetry sequence of 1 or more, found 0"
     ]
@@ -214,7 +210,7 @@ async def test_a_slot_that_was_served_and_whose_data_is_missing_is_not_made_anew
 ) -> None:
     async with held_slots(fleet.url) as slots:
         fences = [Slot(number, member.member_id, 1) for number, member in enumerate(slots.members)]
-    fleet.run(loss)
+    execute(fleet.url, loss)
     for start in (
         lambda: asyncio.to_thread(fleet.join, slots=2),
         lambda: SqlStore.open(fleet.url, fence=fences[1]),
@@ -227,7 +223,7 @@ async def test_a_slot_that_was_served_and_whose_data_is_missing_is_not_made_anew
 
 async def test_a_slot_that_was_never_served_needs_no_data_from_an_earlier_release(fleet: Fleet) -> None:
     await asyncio.to_thread(fleet.join, slots=2)
-    fleet.run(LOST_ROWS)
+    execute(fleet.url, LOST_ROWS)
     member = await asyncio.to_thread(fleet.join, slots=2)
     assert member.take(1, 0) == 1
     await (await SqlStore.open(fleet.url, fence=Slot(1, member.member_id, 1))).close()

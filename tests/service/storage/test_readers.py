@@ -14,14 +14,9 @@ from perseus.service.storage import engines, schema, sql_store
 from perseus.service.storage.checking import check_database
 from perseus.service.storage.engines import Opened
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import EventEntry, NewRun
-from perseus.v1 import event_pb2
+from perseus.service.storage.store import NewRun
 from tests.service.service_fakes import make_spec
-
-
-def event(number: int, length: int = 1) -> EventEntry:
-    kind = event_pb2.JOB_EVENT_TYPE_SOLVE_FAILED
-    return EventEntry("job", 1, event_pb2.JobEvent(sequence=number, type=kind, message="x" * length))
+from tests.service.storage.stores import event
 
 
 def event_count(connection: Connection) -> int:

@@ -19,6 +19,7 @@ from perseus.service.domain.model import (
     StockIteration,
     Straggler,
 )
+from perseus.service.domain.principals import Grant, Scope, Token, digest_of
 from perseus.service.domain.profiling import ClockGivenUpReason, GivenUpClock, ProfilingCost
 from perseus.service.domain.records import (
     Counters,
@@ -43,6 +44,7 @@ from perseus.service.domain.stall import Stall, StallReason
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
+from perseus.service.storage.checking import check_database
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import (
     Entry,
@@ -51,11 +53,20 @@ from perseus.service.storage.store import (
     JobEntry,
     NewRun,
     TelemetrySequence,
+    TokenEntry,
 )
 from perseus.solver import Computation, Kind, Measurement
 from perseus.v1 import event_pb2
 from tests.service.service_fakes import EPOCH, make_gpu, make_spec
-from tests.service.storage.stores import entries_of, fill, opened, planned_cluster, stored_jobs, stored_run
+from tests.service.storage.stores import (
+    entries_of,
+    execute,
+    fill,
+    opened,
+    planned_cluster,
+    stored_jobs,
+    stored_run,
+)
 
 REGISTERED = event_pb2.JobEvent(sequence=1, message="registered")
 
@@ -322,3 +333,28 @@ async def test_a_report_is_read_from_any_period_on_with_the_baseline_before_it(s
     for first, baseline in ((1, 0), (50, 0), (51, 50), (127, 50), (500, 50)):
         assert await store.load_periods("job", 1, first) == [periods[baseline], *periods[first:]]
     assert list((await stored_run(store)).periods) == [periods[50], *periods[-MAX_PERIODS:]]
+
+
+SECRET = "perseus_secret"
+AGENT = Token("agents", digest_of(SECRET), Grant(Scope.AGENT, ("llama-*", "opt"), ("node-1*",)), 1.5, 20.25)
+OPERATOR = Token("operator", digest_of("perseus_other"), Grant(Scope.OPERATOR), 2.0)
+
+
+async def test_tokens_survive_a_restart_as_last_written(database: Path | str) -> None:
+    revoked = replace(AGENT, revoke_time_s=3.75)
+    async with opened(database) as store:
+        assert await store.load_tokens() == []
+        await store.write([TokenEntry(OPERATOR), TokenEntry(AGENT)])
+        await store.write([TokenEntry(revoked)])
+    async with opened(database) as store:
+        assert await store.load_tokens() == [revoked, OPERATOR]
+
+
+async def test_an_unreadable_token_is_left_out_and_the_check_reports_it(path: Path) -> None:
+    await fill(path, TokenEntry(OPERATOR), TokenEntry(AGENT))
+    execute(path, "UPDATE tokens SET scope = 'root' WHERE name = 'agents'")
+    (finding,) = check_database(path)
+    assert finding.startswith("token 'agents': can't be read, and is not accepted")
+    async with opened(path) as store:
+        assert await store.load_tokens() == [OPERATOR]
+    assert SECRET.encode() not in await asyncio.to_thread(path.read_bytes)

@@ -52,17 +52,6 @@ def test_a_table_for_people_and_json_for_programs(stub: Path, gpu_files: list[Pa
     assert Locks.read(gpu_files[0]) == NO_LOCKS
 
 
-def test_an_unusable_gpu_has_a_reason(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    instruct(stub, ["property mig_mode 1"])
-    pynvml.nvmlInit()
-    findings = self_test.gpu_findings(UUIDS[0])
-    pynvml.nvmlShutdown()
-    assert not findings.is_usable
-    found = {finding.name: finding for finding in findings.findings}
-    assert found["mig_mode"].value is True
-    assert "expected MIG mode off" in found["usable"].problem
-
-
 def test_one_failed_question_does_not_affect_the_others(
     stub: Path, gpu_files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

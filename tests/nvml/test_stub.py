@@ -69,22 +69,6 @@ def test_its_physics_are_those_of_the_emulated_gpu(
                 ours.cap_mhz = model.clocks_mhz[value]
 
 
-def test_pynvml_sees_the_gpus_of_the_folder(stub: Path) -> None:
-    pynvml.nvmlInit()
-    assert pynvml.nvmlDeviceGetCount() == len(UUIDS)
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(len(UUIDS))]
-    assert tuple(map(pynvml.nvmlDeviceGetUUID, handles)) == UUIDS
-    handle = pynvml.nvmlDeviceGetHandleByUUID(UUIDS[1])
-    assert pynvml.nvmlDeviceGetUUID(handle) == UUIDS[1]
-    assert pynvml.nvmlDeviceGetName(handle) == A100_SXM.name
-    assert pynvml.nvmlDeviceGetCudaComputeCapability(handle) == (8, 0)
-    (memory_mhz,) = pynvml.nvmlDeviceGetSupportedMemoryClocks(handle)
-    clocks_mhz = pynvml.nvmlDeviceGetSupportedGraphicsClocks(handle, memory_mhz)
-    assert tuple(clocks_mhz) == A100_SXM.clocks_mhz
-    with pytest.raises(pynvml.NVMLError_NotFound):
-        pynvml.nvmlDeviceGetHandleByUUID("GPU-9")
-
-
 def test_a_lock_is_in_force_on_the_shared_gpu_after_the_set_latency(
     stub: Path, gpu_files: list[Path]
 ) -> None:

@@ -264,7 +264,3 @@ def test_an_enforcement_outcome_is_read(tmp_path: Path) -> None:
         SENT_S,
         1,
     )
-
-
-def test_moments_are_those_of_rfc_3339() -> None:
-    assert moment(SENT_S) == "2027-01-15T08:00:00.250000Z"

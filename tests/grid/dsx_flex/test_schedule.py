@@ -5,9 +5,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.grid.dsx_flex.schedule import active, pieces, without
+from perseus.grid.dsx_flex.schedule import active, pieces
 from perseus.grid.dsx_flex.values import Target, TargetSet
-from tests.grid.dsx_flex.gateways import NOW_S, message, target
+from tests.grid.dsx_flex.gateways import message, target
 
 HOURS = st.integers(0, 12)
 FEEDS = ("hall-a", "hall-b")
@@ -65,35 +65,3 @@ def test_the_order_of_arrival_does_not_matter(history: list[TargetSet], random: 
     shuffled = list(history)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     assert pieces(shuffled, FEEDS) == pieces(history, FEEDS)
-
-
-def test_an_open_target_applies_again_after_a_newer_one_has_ended() -> None:
-    history = [
-        message(1, target(700, NOW_S)),
-        message(2, target(600, NOW_S + 60, NOW_S + 120), sent_s=NOW_S + 1),
-    ]
-    assert [
-        (p.start_s - NOW_S, p.end_s - NOW_S, p.constraint.value) for p in pieces(history, ["hall-a"])
-    ] == [
-        (0, 60, 700),
-        (60, 120, 600),
-        (120, math.inf, 700),
-    ]
-
-
-def test_a_null_lifts_only_its_own_senders_targets() -> None:
-    history = [
-        message(1, target(700)),
-        message(2, target(800), sender="volt"),
-        message(3, target(None, NOW_S + 5), sent_s=NOW_S + 5),
-    ]
-    assert [(p.end_s - NOW_S, p.constraint.value) for p in pieces(history, ["hall-a"])] == [
-        (5, 700),
-        (math.inf, 800),
-    ]
-
-
-def test_parts_outside_intervals() -> None:
-    assert without((0, 10), [(2, 3), (5, 12)]) == [(0, 2), (3, 5)]
-    assert without((0, 10), [(0, 10)]) == []
-    assert without((4, 10), [(0, 2)]) == [(4, 10)]

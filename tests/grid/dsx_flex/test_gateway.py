@@ -242,15 +242,6 @@ def test_an_older_message_that_arrives_late_does_not_replace_a_newer_one(driven:
     assert driven.coordinator.limit_w("hall-a", NOW_S + 8) == 600e3
 
 
-def test_a_null_cancels_and_is_reported(driven: Driven) -> None:
-    driven.receive(message(1, target(700)))
-    lifting = message(2, target(None, NOW_S + 5), sent_s=NOW_S + 5)
-    (reported,) = statuses(driven.receive(lifting, NOW_S + 5))
-    assert reported.correlation_id == lifting.correlation_id
-    assert reported.feeds["hall-a"].targets == ()
-    assert driven.coordinator.limit_w("hall-a", NOW_S + 5) == math.inf
-
-
 def test_a_restarted_gateway_requests_no_existing_budget(driven: Driven) -> None:
     kept = [message(1, target(700)), message(2, target(600, NOW_S + 60, NOW_S + 90), sent_s=NOW_S + 1)]
     for some in kept:

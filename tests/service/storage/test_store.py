@@ -163,21 +163,6 @@ async def test_a_later_entry_replaces_one_of_the_same_key(store: SqlStore) -> No
     assert (stored.record, *stored.ranks, *stored.offers, stored.counters) == later
 
 
-async def test_jobs_do_not_see_each_others_entries(store: SqlStore) -> None:
-    await store.write(
-        [
-            NewRun(make_spec("b"), 1, 1.0),
-            NewRun(make_spec("a"), 1, 2.0),
-            JobEntry("b", 1, RECORD),
-            JobEntry("b", 1, rows(Coordinates(0, 0, 0), [1], -1)),
-            EventEntry("b", 1, REGISTERED),
-        ]
-    )
-    first, second = await stored_jobs(store)
-    assert (first.spec.job_id, first.record, first.open_rows, first.last_sequence) == ("a", None, (), 0)
-    assert (second.spec.job_id, second.record, second.last_sequence) == ("b", RECORD, 1)
-
-
 async def test_rows_of_open_iterations_stay_until_they_are_closed_or_forgotten(store: SqlStore) -> None:
     first, second = Coordinates(0, 0, 0), Coordinates(0, 1, 0)
     await store.write([NewRun(make_spec(), 1, 1.0)])

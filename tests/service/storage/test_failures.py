@@ -1,4 +1,4 @@
-"""Databases that fail under a running store: it reports that, in one line, and guarantees nothing more."""
+"""Databases that fail under a running store, or can't be opened: it says that in one line, and ends."""
 
 import asyncio
 import os
@@ -6,8 +6,10 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
@@ -18,10 +20,10 @@ from perseus.service.domain.errors import (
     DatabaseUnreadableError,
     StoreFailedError,
 )
+from perseus.service.storage.engines import connect
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import NewRun, TelemetrySequence
 from tests.service.service_fakes import make_spec
-from tests.service.storage.postgresql import Server
 from tests.service.storage.stores import event, execute, fill, opened
 
 
@@ -153,25 +155,6 @@ async def test_a_log_without_its_end_opens_without_its_last_commits_and_the_comm
         assert store.has_lost(late)
 
 
-@pytest.mark.slow("a database's server stops and starts again")
-async def test_a_server_that_stops_ends_the_store_and_acknowledged_writes_stay(
-    postgresql_server: Server, url: str
-) -> None:
-    async with opened(url) as store:
-        await store.write([TelemetrySequence("agent", 7)])
-        postgresql_server.stop()
-        try:
-            with pytest.raises(StoreFailedError, match="server") as caught:
-                await store.write([TelemetrySequence("agent", 8)])
-            assert "\n" not in str(caught.value)
-            with pytest.raises(DatabaseUnavailableError, match="server"):
-                await SqlStore.open(url)
-        finally:
-            postgresql_server.start_again()
-    async with opened(url) as store:
-        assert await store.telemetry_sequence("agent") == 7
-
-
 async def test_a_session_that_the_server_ends_never_writes_again(url: str) -> None:
     async with opened(url) as store:
         await store.write([TelemetrySequence("agent", 7)])
@@ -210,3 +193,100 @@ async def test_an_invalid_database_is_refused_in_one_line_without_its_password(
         await SqlStore.open(database)
     assert "\n" not in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------- locks
+
+
+HOLD = """
+import sys
+from perseus.service.storage.engines import connect
+opened = connect(sys.argv[1])
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def held_elsewhere(database: Path | str) -> Iterator["subprocess.Popen[bytes]"]:
+    """Lock a database in another process, which is killed at the end of the block, if not before."""
+    command = [sys.executable, "-c", HOLD, str(database)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_killed_coordinator_holds_nothing(path: Path) -> None:
+    with held_elsewhere(path) as process:
+        with pytest.raises(DatabaseUnavailableError, match="it is locked: is another coordinator running"):
+            connect(path)
+        process.kill()
+        process.wait()
+        connect(path).close()
+        # Neither the refused one nor the one after it has released the lock.
+        with held_elsewhere(path), pytest.raises(DatabaseUnavailableError, match="locked"):
+            connect(path)
+
+
+def test_a_link_leads_to_the_same_lock(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    path, link, folder = tmp_path / "folder" / "jobs.db", tmp_path / "link.db", tmp_path / "link"
+    link.symlink_to(path)
+    folder.symlink_to("folder")
+    names = [path, link, folder / "jobs.db"]
+    for held in names:
+        opened = connect(held)
+        for name in names:
+            with pytest.raises(DatabaseUnavailableError, match=f"{name}: it is locked"):
+                connect(name)
+        connect(link, is_read_only=True).close()
+        opened.close()
+
+
+def test_an_error_in_making_the_lock_file_is_one_line(path: Path) -> None:
+    path.with_name("jobs.db-lock").mkdir()
+    with pytest.raises(DatabaseUnavailableError) as caught:
+        connect(path)
+    assert str(caught.value).endswith(f"its lock file {path}-lock can't be opened: Is a directory")
+
+
+@pytest.fixture
+def read_only_folder() -> Iterator[Path]:
+    """A folder with a database in which this process may create no file."""
+    folder = Path(tempfile.mkdtemp(prefix="perseus-read-only-"))  # pytest's own are closed to other users
+    (folder / "empty.db").touch()
+    connect(folder / "used.db").close()
+    (folder / "used.db-lock").unlink()
+    for path in (*folder.iterdir(), folder):
+        path.chmod(0o555 if path == folder else 0o666)
+    is_root = os.geteuid() == 0
+    try:
+        if is_root:  # root may write everywhere
+            os.seteuid(65534)
+        yield folder
+    finally:
+        if is_root:
+            os.seteuid(0)
+        folder.chmod(0o755)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("empty.db", "its lock file .*/empty.db-lock can't be opened: Permission denied"),
+        ("used.db", "it can't be written: the file or its file system is read-only"),
+        ("new.db", "its file can't be opened: does the folder exist, and is it writable?"),
+    ],
+)
+def test_an_error_about_a_read_only_folder_is_one_line(
+    read_only_folder: Path, name: str, message: str
+) -> None:
+    with pytest.raises(DatabaseUnavailableError, match=message) as caught:
+        connect(read_only_folder / name)
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in read_only_folder.iterdir()) == ["empty.db", "used.db"]

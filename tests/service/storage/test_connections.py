@@ -69,15 +69,17 @@ async def test_defaults_of_server_database_and_role_are_not_inherited(url: str) 
 
 
 def test_limits_of_statements_locks_and_idle_transactions_are_each_connections(url: str) -> None:
-    opened = open_connections(url, holder="member", lock_limit_s=0.25, statement_limit_s=0.5)
+    connections = open_connections(url, holder="member", lock_limit_s=0.25, statement_limit_s=0.5)
     settings = "lock_timeout", "statement_timeout", "idle_in_transaction_session_timeout"
-    assert [tuple(each.connection.scalar(text(f"SHOW {name}")) for name in settings) for each in opened] == [
+    assert [
+        tuple(each.connection.scalar(text(f"SHOW {name}")) for name in settings) for each in connections
+    ] == [
         ("250ms", "0", "1min"),
         ("250ms", "500ms", "1min"),
         ("250ms", "500ms", "1min"),
         ("250ms", "500ms", "3s"),  # others wait for a claim that is cut off
     ]
-    for each in opened:
+    for each in connections:
         each.close()
 
 

@@ -92,14 +92,6 @@ def test_the_all_max_iteration_is_among_the_points_where_it_is_longer_than_t_min
     assert not frontier.is_exact((frontier.t_min_s + stock_s) / 2)
 
 
-def test_only_the_fastest_and_the_slowest_plan_need_no_refinement(a100: Frontier) -> None:
-    """A coordinator refines other plans on demand."""
-    for time_s in (a100.t_min_s, a100.t_slow_s):
-        assert a100.is_exact(time_s)
-        assert a100.plan(time_s) == a100.plan_within(time_s)
-    assert not a100.is_exact(a100.t_star_s)
-
-
 def test_frontiers_and_refinements_can_be_sent_to_another_process(a100: Frontier) -> None:
     time_s = 1.03 * a100.t_min_s
     whole, part = pickle.dumps(a100), pickle.dumps(a100.refinement(time_s))

@@ -11,11 +11,12 @@ from perseus.solver import (
     ProfileError,
     Schedule,
     gpipe,
+    recheck,
     replay,
     replay_with_latency,
     solve,
 )
-from tests.solver.pipelines import measurements, pipeline_of, small_pipeline
+from tests.solver.pipelines import measurements, pipeline_of, remeasured, small_pipeline
 
 
 def test_replay_of_a_timeline_by_hand() -> None:
@@ -96,3 +97,19 @@ def test_replay_refuses_clocks_that_were_not_measured() -> None:
     del clocks_mhz[Computation(1, Kind.BACKWARD, 1)]
     with pytest.raises(ProfileError, match=r"stage 1 backward of microbatch 1: .* found none"):
         replay(pipeline, clocks_mhz)
+
+
+@pytest.mark.parametrize(("factor", "late_share"), [(1.0, 0.0), (1.1, 0.1), (0.9, 0.0)])
+def test_a_plan_in_force_is_rechecked_on_new_profiles(factor: float, late_share: float) -> None:
+    frontier = solve(small_pipeline(), point_count=5)
+    plan = frontier.plan(frontier.t_min_s)
+    changed = remeasured(
+        frontier.pipeline, lambda m: replace(m, time_s=factor * m.time_s, energy_j=factor * m.energy_j)
+    )
+    checked = recheck(plan, changed, plan.iteration_time_s)
+    assert checked.late_s == pytest.approx(late_share * plan.iteration_time_s)
+    assert checked.plan.settings == plan.settings
+    again = solve(changed, point_count=5)
+    assert checked.excess_energy_j(again) == pytest.approx(
+        factor * plan.energy_j - again.bound_energy_j(factor * plan.iteration_time_s)
+    )

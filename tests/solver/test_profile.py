@@ -85,11 +85,7 @@ def test_hull_is_convex_and_below_every_option(profile: list[Measurement]) -> No
     assert all(slope_uw > 0 for slope_uw in hull.slopes_uw)
     assert set(hull.times_ps) <= {option.time_ps for option in options}
     for option in options:
-        value_j = hull.slowest_effective_energy_j
-        for k, slope_uw in enumerate(hull.slopes_uw):
-            missing_ps = hull.times_ps[k + 1] - max(hull.times_ps[k], option.time_ps)
-            value_j += max(0, missing_ps) * slope_uw * 1e-18
-        assert value_j <= option.effective_energy_j + 1e-9
+        assert value_at(hull, option.time_ps) <= option.effective_energy_j + 1e-9
 
 
 def test_hull_drops_options_above_it() -> None:

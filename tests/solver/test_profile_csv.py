@@ -18,7 +18,6 @@ from perseus.solver import (
     solve,
 )
 from perseus.solver.study import envpipe, zeus_global
-from tests.solver.pipelines import published_profile_path
 
 GOOD = [
     "stage,instruction,frequency,time,energy",
@@ -233,12 +232,6 @@ def test_what_is_no_profile_is_refused(
         path.write_bytes(content)
     with pytest.raises(ProfileError, match=message):
         read_profile_csv(path, gpus_per_stage)
-
-
-def test_published_profiles() -> None:
-    profiles = read_profile_csv(published_profile_path("a100-sxm"), 8)
-    assert len(profiles) == 16
-    assert {len(measurements) for measurements in profiles.values()} == {38}
 
 
 def test_chunks_and_split_backwards(read: Read) -> None:

@@ -1,7 +1,6 @@
 """Choices for many deadlines at once: in time on any pipeline, never dearer with more search,
 deterministic."""
 
-from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -17,7 +16,7 @@ from perseus.solver.plan import earliest_finishes_ps
 from perseus.solver.plan_table import tabulate
 from perseus.solver.realisation import Realiser, SearchSettings, Target
 from perseus.solver.sweep import Sweep, sweep_frontier
-from tests.solver.pipelines import little_search, pipelines
+from tests.solver.pipelines import pipelines
 
 SHARES = st.lists(st.floats(0, 1), min_size=1, max_size=5)
 
@@ -38,23 +37,6 @@ def assert_in_time(graph: EventGraph, choice: list[int], deadline_ps: int) -> No
     """Judged by the other implementation, computation by computation."""
     durations_ps = [graph.options[p][k].time_ps for p, k in zip(graph.profile_of, choice, strict=True)]
     assert max(earliest_finishes_ps(graph.dependencies, durations_ps)) <= deadline_ps
-
-
-@given(pipeline=pipelines(), shares=SHARES)
-@little_search()
-def test_no_deadline_is_missed_and_more_time_costs_no_more(pipeline: Pipeline, shares: list[float]) -> None:
-    graph = build_event_graph(pipeline)
-    sweep = sweep_frontier(graph)
-    targets = targets_of(pipeline, sweep, shares)
-    realiser = Realiser(graph)
-    made = [lambda one=one: one for one in targets]
-    choices = realiser.realise(made)
-    energies_j = realiser.columns.effective_energies_j(realiser.columns.to_columns(choices))
-    assert all(later_j <= earlier_j for earlier_j, later_j in pairwise(energies_j))
-    scale_j = float(np.abs(sweep.effective_energies_j).max()) * sweep.scale.energy
-    for target, choice, energy_j in zip(targets, choices.tolist(), energies_j, strict=True):
-        assert_in_time(graph, choice, target.deadline_ps)
-        assert energy_j >= target.bound_j - 1e-9 * scale_j
 
 
 @given(pipeline=pipelines(), shares=SHARES, price_levels_below=st.integers(0, 8))
@@ -125,25 +107,3 @@ def test_a_table_of_choices_equals_their_replays(pipeline: Pipeline, draws: Rand
         replayed = replay(pipeline, plan.clocks_mhz)
         assert plan.stages == replayed.stages
         assert plan.iteration_time_s == replayed.iteration_time_s
-
-
-@given(pipeline=pipelines(), share=st.floats(0, 1))
-@little_search()
-def test_a_refined_plan_is_in_time_and_no_dearer_than_its_inputs(pipeline: Pipeline, share: float) -> None:
-    graph = build_event_graph(pipeline)
-    sweep = sweep_frontier(graph)
-    deadline_ps = sweep.t_min_ps + int(share * (sweep.t_slow_ps - sweep.t_min_ps))
-    relaxed_ps = sweep.event_times_at(deadline_ps)
-    bound_j = sweep.effective_energy_j_at(sweep.scale.to_s(deadline_ps)) * sweep.scale.energy
-    # Plans above their bound count as far from it: all rounds are used.
-    target = Target(deadline_ps, relaxed_ps, bound_j, 1e-6)
-    realiser = Realiser(graph)
-    columns = realiser.columns
-    rounded = realiser.rounded(relaxed_ps)
-    refined = realiser.refine(target, [rounded])
-    rounded_j, found_j = columns.effective_energies_j(columns.to_columns([rounded, refined]))
-    assert (columns.iteration_times_ps(columns.to_columns([rounded, refined])) <= deadline_ps).all()
-    assert found_j <= rounded_j + 1e-9 * abs(rounded_j)
-    assert found_j >= bound_j - 1e-9 * max(sweep.scale.energy, abs(bound_j))
-    # The same search budget finds the same plan.
-    assert Realiser(graph).refine(target, [rounded]) == refined

@@ -56,17 +56,6 @@ def test_a_factor_of_two_in_all_energies_is_one_in_the_result(pipeline: Pipeline
         assert other.plan_within(time_s).settings == frontier.plan_within(time_s).settings
 
 
-@pytest.mark.parametrize("exponent", [-9, 3])
-def test_plans_are_the_same_in_nanoseconds_and_in_thousands(exponent: int) -> None:
-    pipeline, factor = small_pipeline(), 10.0**exponent
-    frontier = solve(pipeline, point_count=5)
-    other = solve(in_other_units(pipeline, factor, factor), point_count=5)
-    for own, found in zip(frontier.points, other.points, strict=True):
-        assert found.iteration_time_s == pytest.approx(own.iteration_time_s * factor, rel=1e-12)
-        assert found.energy_j == pytest.approx(own.energy_j * factor, rel=1e-12)
-    assert other.plan_within(other.t_star_s).settings == frontier.plan_within(frontier.t_star_s).settings
-
-
 FACTORS = st.floats(-9.0, 5.0).map(lambda exponent: 10.0**exponent)
 POWERS = st.floats(-6.0, 7.0).map(lambda exponent: 10.0**exponent)
 

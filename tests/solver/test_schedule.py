@@ -126,18 +126,17 @@ def test_a_path_that_no_computation_is_on_is_kept() -> None:
     assert Schedule(CHUNKS, paths).paths == paths
 
 
-def test_deadlock_names_the_cycle() -> None:
-    with pytest.raises(ScheduleError, match="deadlock") as caught:
-        Schedule(orders("F0 F1 B0 B1", "F0 B0 F1 B1", "F1 F0 B0 B1"))
-    assert "stage 2 forward of microbatch 0" in caught.value.details["cycle"]
-    assert caught.value.details["cycle"].count("→") >= 2
-
-
-def test_deadlock_within_a_stage() -> None:
-    with pytest.raises(
-        ScheduleError, match=r"stage 0 backward of microbatch 0 → .*stage 0 forward of microbatch 0"
-    ):
-        Schedule(orders("B0 F0"))
+@pytest.mark.parametrize(
+    ("deadlocked", "cycle"),
+    [
+        (("F0 F1 B0 B1", "F0 B0 F1 B1", "F1 F0 B0 B1"), "→.*stage 2 forward of microbatch 0.*→"),
+        (("B0 F0",), "stage 0 backward of microbatch 0 → .*stage 0 forward of microbatch 0"),
+    ],
+)
+def test_a_deadlock_names_the_cycle(deadlocked: tuple[str, ...], cycle: str) -> None:
+    with pytest.raises(ScheduleError, match=f"deadlock: .*{cycle}") as caught:
+        Schedule(orders(*deadlocked))
+    assert caught.value.details["cycle"] in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Settings of more than a clock: their validity, and their use in the solver's parts."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -9,12 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.solver import (
-    Computation,
     Kind,
     MeasuredSetting,
     Measurement,
     Pipeline,
-    Plan,
     ProfileError,
     ProfileKey,
     Setting,
@@ -27,13 +26,12 @@ from perseus.solver import (
     recheck,
     replay,
     replay_with_latency,
-    shrink,
     shrink_profiles,
     solve,
 )
 from perseus.solver.setting import Further, further_of
 from perseus.solver.study import Replicas, emulate, envpipe, zeus_global, zeus_per_stage
-from tests.solver.pipelines import little_search, remeasured
+from tests.solver.pipelines import little_search, pipelines, remeasured
 
 UNLIMITED: Further = (("power_limit_w", 400.0),)
 LIMITED: Further = (("power_limit_w", 300.0),)
@@ -52,10 +50,6 @@ def limited_pipeline() -> Pipeline:
                 MeasuredSetting(1000, 0.014 * scale, 2.9 * scale, further=LIMITED),
             )
     return Pipeline(one_forward_one_backward(2, 2), profiles, (50.0, 50.0))
-
-
-def duration_s(plan: Plan, c: Computation) -> float:
-    return next(p.duration_s for stage in plan.stages for p in stage if p.computation == c)
 
 
 @pytest.mark.parametrize(
@@ -102,24 +96,47 @@ def test_all_max_is_the_fastest_setting_at_the_highest_clock() -> None:
     assert set(plan.clocks_mhz.values()) == {1400}
 
 
-def test_a_plan_of_clocks_has_no_further_settings() -> None:
-    pipeline = limited_pipeline()
-    clocks = {
-        key: tuple(Measurement(m.clock_mhz, m.time_s, m.energy_j) for m in some[::2])
-        for key, some in pipeline.profiles.items()
-    }
-    plan = plan_at(replace(pipeline, profiles=clocks), 0.13)
-    assert plan.settings == plan.clocks_mhz
+def beside_its_clock(m: Measurement) -> Setting:
+    return Setting(m.clock_mhz, (("kernel", f"of {m.clock_mhz} MHz"), ("power_limit_w", float(m.clock_mhz))))
 
 
-def test_plans_choose_among_settings_of_a_clock() -> None:
-    pipeline = limited_pipeline()
-    frontier = solve(pipeline, point_count=10)
-    plan = frontier.plan(frontier.t_min_s)
-    assert {Setting(1400, UNLIMITED), Setting(1000, LIMITED)} <= set(plan.settings.values())
-    for computation, setting in plan.settings.items():
-        (m,) = [m for m in pipeline.profiles[computation.stage, 0, computation.kind] if m.setting == setting]
-        assert duration_s(plan, computation) == pytest.approx(m.time_s)
+def instead_of_its_clock(m: Measurement) -> Setting:
+    """All measurements at one clock, by a setting that was the clock: of equal ones, the highest is first."""
+    return Setting(1000, (("kernel", f"{10_000 - m.clock_mhz:05}"),))
+
+
+@pytest.mark.parametrize("rename", [beside_its_clock, instead_of_its_clock])
+@given(pipeline=pipelines(), share=st.floats(0.0, 1.0))
+@little_search()
+def test_a_name_changes_no_plan(
+    rename: Callable[[Measurement], Setting], pipeline: Pipeline, share: float
+) -> None:
+    """To the solver a setting is only a label."""
+
+    def renamed_as_setting(m: Measurement) -> MeasuredSetting:
+        clock_mhz, further = rename(m)
+        return MeasuredSetting(clock_mhz, m.time_s, m.energy_j, further=further)
+
+    renamed = remeasured(pipeline, renamed_as_setting)
+    frontier = solve(pipeline, point_count=3)
+    deadline_s = (1 - share) * frontier.t_min_s + share * frontier.t_slow_s
+    named, plain = plan_at(renamed, deadline_s), plan_at(pipeline, deadline_s)
+    assert named.effective_energy_j == plain.effective_energy_j
+    for of_stage, of_plain in zip(named.stages, plain.stages, strict=True):
+        assert [(p.computation, p.start_s, p.duration_s) for p in of_stage] == [
+            (p.computation, p.start_s, p.duration_s) for p in of_plain
+        ]
+    names = {m.clock_mhz: rename(m) for some in pipeline.profiles.values() for m in some}
+    assert plain.settings == plain.clocks_mhz
+    assert named.settings == {c: names[mhz] for c, mhz in plain.clocks_mhz.items()}
+    if rename is beside_its_clock:
+        other = solve(renamed, point_count=3)
+        assert other.points == frontier.points
+        for plan, same in (
+            (other.plan(deadline_s), frontier.plan(deadline_s)),
+            (other.plan_within(deadline_s), frontier.plan_within(deadline_s)),
+        ):
+            assert plan.settings == {c: names[mhz] for c, mhz in same.clocks_mhz.items()}
 
 
 @given(st.lists(st.sampled_from([(), LIMITED, UNLIMITED]), min_size=12, max_size=12))
@@ -196,15 +213,6 @@ def noisy_curve(further: Further, factor: float) -> list[MeasuredSetting]:
         MeasuredSetting(mhz, factor * n * 10 / mhz, 4.0 * n, factor * 0.2 / mhz, 0.1, further=further)
         for mhz, n in zip(clocks_mhz, noise, strict=True)
     ]
-
-
-def test_noise_is_shrunk_along_the_clock_alone() -> None:
-    """Ten times longer with the limit: a curve through both would fit neither."""
-    limited, unlimited = noisy_curve(LIMITED, 10.0), noisy_curve(UNLIMITED, 1.0)
-    found = shrink([*limited, *unlimited])
-    assert {m.time_s for m in found}.isdisjoint(m.time_s for m in [*limited, *unlimited])
-    assert {m for m in found if m.setting in {one.setting for one in limited}} == set(shrink(limited))
-    assert {m for m in found if m.setting in {one.setting for one in unlimited}} == set(shrink(unlimited))
 
 
 def test_computations_inform_each_other_at_the_same_further_settings() -> None:

@@ -73,13 +73,6 @@ def test_a_partial_sweep_stops_at_its_limit_and_agrees_with_the_whole() -> None:
     assert np.array_equal(part.event_times_at(middle_ps), whole.event_times_at(middle_ps))
 
 
-def test_progress_rises_to_one() -> None:
-    seen: list[float] = []
-    sweep_frontier(build_event_graph(published_pipeline("a40", 4)), seen.append)
-    assert seen == sorted(seen)
-    assert seen[-1] == 1.0
-
-
 @pytest.mark.parametrize("gpu", ["a100-sxm", "a40"])
 @pytest.mark.parametrize("microbatch_count", [3, 12])
 def test_equals_linear_program_on_published_profiles(gpu: str, microbatch_count: int) -> None:

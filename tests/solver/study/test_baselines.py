@@ -29,16 +29,6 @@ def test_envpipe_leaves_computations_off_the_critical_path_at_their_slowest_cloc
     assert plan.iteration_time_s == fastest_clock_plan(small_pipeline()).iteration_time_s
 
 
-def test_envpipe_raises_the_critical_path_step_by_step() -> None:
-    """With the stages swapped stage 0's first backward is critical at every clock but the highest."""
-    light_first = small_pipeline()
-    profiles = {(1 - stage, chunk, kind): some for (stage, chunk, kind), some in light_first.profiles.items()}
-    pipeline = Pipeline(light_first.schedule, profiles, light_first.blocking_power_w)
-    plan = envpipe(pipeline)
-    assert stage_clocks_mhz(plan) == [[1400, 1000, 1400, 1400], [1400] * 4]
-    assert plan.iteration_time_s == fastest_clock_plan(pipeline).iteration_time_s
-
-
 def test_envpipe_raises_no_further_than_the_envelope_needs() -> None:
     """Stage 1 ends its last backward at 50 ms; stage 0's first backward, from 30 ms on, at 45 at 1200 MHz."""
     one = measurements((1400, 0.010, 4.0))

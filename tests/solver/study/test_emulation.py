@@ -2,13 +2,11 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.pictures import Bar, Timeline, draw_timelines
 from perseus.solver import Pipeline, Plan, SolverError, fastest_clock_plan, gpipe, plan_at, replay
 from perseus.solver.study import EmulatedComputation, Replicas, emulate
 from tests.solver.pipelines import little_search, pipeline_of, pipelines, published_pipeline
@@ -80,31 +78,3 @@ def test_savings_with_a_straggler_beat_the_published_ones() -> None:
     after = emulate(pipeline, [Replicas(waiting, 127), Replicas(at_t_min, 1, 1.1)])
     assert after.iteration_time_s == before.iteration_time_s
     assert 100 * (1 - after.energy_j / before.energy_j) > 24.379
-
-
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a picture; matplotlib opens its fonts with the first one, and keeps them."""
-    pytest.importorskip("matplotlib")
-    pipeline, plan = two_stages()
-    iteration = emulate(pipeline, [Replicas(plan), Replicas(plan, slowdown=1.5)])
-    timelines = [
-        Timeline(
-            title,
-            iteration.iteration_time_s,
-            [
-                Bar(one.computation.stage, str(one.clock_mhz), one.start_s, one.duration_s, one.power_w)
-                for stage in emulated.stages
-                for one in stage
-            ],
-            pipeline.blocking_power_w,
-        )
-        for title, emulated in zip(("others", "straggler"), iteration.pipelines, strict=True)
-    ]
-    path = tmp_path_factory.mktemp("pictures") / "timeline.png"
-    draw_timelines(path, timelines)
-    return path
-
-
-def test_the_timeline_can_be_drawn(drawn: Path) -> None:
-    assert drawn.stat().st_size > 10_000

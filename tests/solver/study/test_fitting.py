@@ -84,14 +84,6 @@ def planted_times(
     )
 
 
-def test_emulated_time_by_hand() -> None:
-    """Load 1, forward 2, activations 0.5, forward 3 and backward 3, gradients 0.25, backward 2."""
-    schedule = with_load(gpipe(2, 1))
-    times_s = {c: 2.0 + c.stage for c in schedule.computations if c is not LOAD and c.kind is not Kind.FIXED}
-    fitted = FittedTimes({(0, 1): 0.5}, {(1, 0): 0.25}, {LOAD: 1.0})
-    assert emulated_iteration_time_s(schedule, times_s, fitted) == 1.0 + 2.0 + 0.5 + 3.0 + 3.0 + 0.25 + 2.0
-
-
 @pytest.mark.parametrize("transfers", Transfers)
 @given(pipeline=pipelines())
 def test_emulated_time_is_that_of_the_replay(transfers: Transfers, pipeline: Pipeline) -> None:
@@ -195,35 +187,6 @@ def test_no_match_is_worse_than_one_grown_from_no_lags_alone(
     for free_count, loss in zip((1, 1 + 2, 1 + 2 + 4), found, strict=True):
         matched = model.improved(matched, free_count)
         assert loss <= matched.loss
-
-
-@pytest.mark.parametrize("transfers", Transfers)
-@given(
-    stages=st.permutations(range(3)),
-    lags_s=st.tuples(LAGS_S, LAGS_S, LAGS_S, LAGS_S),
-    seed=st.integers(0, 999),
-)
-def test_fits_do_not_depend_on_the_numbering_of_stages(
-    transfers: Transfers, stages: list[int], lags_s: tuple[float, float, float, float], seed: int
-) -> None:
-    def numbered(number: Sequence[int]) -> FittedTimes:
-        first, second, third = number
-        return FittedTimes(
-            {(first, second): lags_s[0], (second, third): lags_s[1]},
-            {(second, first): lags_s[2], (third, second): lags_s[3]},
-            {replace(LOAD, stage=first): 0.3},
-            transfers=transfers,
-        )
-
-    planted, renamed = numbered(range(3)), numbered(stages)
-    schedule, (iteration,) = planted_iterations(planted, seed, 1)
-    orders = dict(zip(stages, schedule.orders, strict=True))
-    other = Schedule(
-        tuple(tuple(replace(c, stage=stage) for c in orders[stage]) for stage in range(3)),
-        (tuple((stage, 0) for stage in stages),),
-    )
-    times_s = {replace(c, stage=stages[c.stage]): time_s for c, time_s in iteration.times_s.items()}
-    assert emulated_iteration_time_s(other, times_s, renamed) == iteration.iteration_time_s
 
 
 def test_matches_of_overlapping_transfers_are_not_taken_for_occupying() -> None:

@@ -12,10 +12,7 @@ from perseus.solver import (
     Pipeline,
     Schedule,
     ScheduleError,
-    fastest_clock_plan,
     gpipe,
-    one_forward_one_backward,
-    solve,
 )
 from perseus.solver.study import (
     FittedTimes,
@@ -26,7 +23,7 @@ from perseus.solver.study import (
     with_occupying_transfers,
 )
 from perseus.solver.study.transfers import lagged_arcs
-from tests.solver.pipelines import pipeline_of, pipelines, replayed_iteration_time_s, small_pipeline
+from tests.solver.pipelines import pipeline_of, pipelines
 
 LAGS = FittedTimes({(0, 1): 0.5}, {(1, 0): 0.25}, {})
 
@@ -43,16 +40,6 @@ def test_an_exchange_keeps_both_stages_waiting() -> None:
     occupying = replace(LAGS, transfers=Transfers.OCCUPYING)
     assert emulated_iteration_time_s(schedule, times_s, occupying) == 15.5
     assert emulated_iteration_time_s(schedule, times_s, LAGS) == 1.5 + 2 + 2 + 3 + 3 + 0.25 + 3
-
-
-def test_a_late_receiver_delays_its_sender() -> None:
-    """Stage 0 starts its third forward once stage 1 has received the second, so has finished the first."""
-    schedule = gpipe(2, 3)
-    arcs = lagged_arcs(schedule, Transfers.OCCUPYING)
-    computations = list(schedule.computations)
-    waits = {(computations[a], computations[b]) for a, b, _ in arcs.tolist()}
-    assert (Computation(1, Kind.FORWARD, 0), Computation(0, Kind.FORWARD, 2)) in waits
-    assert (Computation(1, Kind.FORWARD, 0), Computation(0, Kind.FORWARD, 1)) not in waits
 
 
 def crossing() -> Schedule:
@@ -97,23 +84,6 @@ def test_schedules_that_would_deadlock_are_refused_and_fitted_without() -> None:
 
 def test_paths_that_cross_may_exchange() -> None:
     assert len(lagged_arcs(crossing(), Transfers.OCCUPYING)) > len(crossing().arcs)
-
-
-def test_a_frontier_is_solved_with_transfers_that_occupy_stages() -> None:
-    """Time occupied by transfers is no usable slack: plans keep their deadlines when replayed."""
-    pipeline = replace(
-        small_pipeline(),
-        schedule=one_forward_one_backward(2, 8),
-        activation_lags_s={(0, 1): 0.02},
-        gradient_lags_s={(1, 0): 0.02},
-    )
-    occupied = with_occupying_transfers(pipeline)
-    assert fastest_clock_plan(occupied).iteration_time_s > fastest_clock_plan(pipeline).iteration_time_s
-    frontier = solve(occupied, point_count=5)
-    for stretch in (1.0, 1.1, 1.3):
-        plan = frontier.plan(stretch * frontier.t_min_s)
-        assert plan.iteration_time_s <= stretch * frontier.t_min_s
-        assert replayed_iteration_time_s(occupied, plan) == pytest.approx(plan.iteration_time_s, abs=1e-9)
 
 
 @given(pipeline=pipelines())

@@ -158,7 +158,7 @@ EXCEPTIONS = frozenset(
     }
 )
 
-# Generated, and checked by `test_stubs`.
+# Generated, and checked by `test_contract`.
 GENERATED = "v1"
 
 
@@ -288,6 +288,12 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 """
+
+
+def test_the_solver_loads_no_network_libraries() -> None:
+    script = "import sys, perseus.solver; print(*({'grpc', 'google.protobuf'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
 
 
 def run_without_extras(code: str) -> subprocess.CompletedProcess[str]:

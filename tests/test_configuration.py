@@ -56,14 +56,13 @@ def test_mistake_names_its_file_and_key(tmp_path: Path) -> None:
     assert f"{path}: smell: unknown setting" in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["heat_w = ", "heat_w: 3"])
-def test_broken_file_is_named(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [("heat_w = ", "expected TOML"), ("heat_w: 3", "expected TOML"), (None, "can't be read: No such file")],
+)
+def test_broken_and_missing_files_are_named(tmp_path: Path, text: str | None, mistake: str) -> None:
     path = tmp_path / "oven.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigurationError, match=r"oven\.toml: expected TOML"):
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigurationError, match=rf"oven\.toml: {mistake}"):
         configuration.load(Oven, path, {})
-
-
-def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"absent\.toml: can't be read: No such file"):
-        configuration.load(Oven, tmp_path / "absent.toml", {})

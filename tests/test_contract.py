@@ -1,4 +1,4 @@
-"""The stable contract: `buf breaking` checks every change against it."""
+"""The stable contract: `buf breaking` checks every change against it, and the committed stubs match it."""
 
 import re
 import shutil
@@ -60,3 +60,16 @@ def test_additions_break_nothing(copy: Path) -> None:
 def test_removals_and_changes_fail(copy: Path, pattern: str, replacement: str) -> None:
     change(copy, "rank.proto", pattern, replacement)
     assert "rank.proto" in breaking(copy)
+
+
+def generated(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(folder.glob("*_pb2*"))}
+
+
+def test_stubs_match_the_contract(tmp_path: Path) -> None:
+    # With the environment of the tests, without installing another one.
+    own = [f"VENV={sys.prefix}", f"--assume-old={sys.prefix}/.installed"]
+    subprocess.run(["make", "--silent", *own, "protos", f"OUT={tmp_path}"], cwd=ROOT, check=True)
+    fresh, committed = generated(tmp_path / "perseus" / "v1"), generated(ROOT / "perseus" / "v1")
+    assert fresh.keys() == committed.keys()
+    assert [name for name in fresh if fresh[name] != committed[name]] == [], "run `make protos` and commit"

@@ -14,12 +14,6 @@ def stock(at_s: float = 50.0) -> GpuState:
     return GpuState(at_s=at_s, counter_origin_s=at_s, clock_mhz=HIGH_MHZ)
 
 
-def test_waiting_draws_blocking_power() -> None:
-    state = stock()
-    state.advance(A40, 53.0)
-    assert state.energy_j == pytest.approx(3 * A40.blocking_power_w(HIGH_MHZ))
-
-
 def test_work_ends_at_its_exact_moment_however_late_the_state_is_read() -> None:
     state = stock()
     state.begin(WORK)

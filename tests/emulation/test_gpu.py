@@ -156,25 +156,6 @@ def test_an_impossible_slowdown_is_refused(gpu: EmulatedGpu, slowdown: float) ->
         gpu.degrade(slowdown)
 
 
-def test_energy_of_work_and_waiting(gpu: EmulatedGpu, fake_time: FakeTime) -> None:
-    for _ in range(5):
-        gpu.execute(WORK)
-        fake_time.sleep(0.1)
-    fake_time.sleep(0.001)
-    assert gpu.total_energy_j() == pytest.approx(0.5 * MODEL.power_w(0.9, HIGH_MHZ) + 0.5 * 70.38)
-
-
-def test_a_lock_outlives_the_agent_that_set_it(gpu: EmulatedGpu, tmp_path: Path, fake_time: FakeTime) -> None:
-    agent = reopen(tmp_path, fake_time)
-    agent.set_clock_mhz(LOW_MHZ)
-    agent.close()
-    assert gpu.sm_clock_mhz() == LOW_MHZ
-    restarted = reopen(tmp_path, fake_time)
-    assert restarted.sm_clock_mhz() == LOW_MHZ
-    assert restarted.model == MODEL
-    restarted.close()
-
-
 def test_a_gpu_is_not_created_twice(gpu: EmulatedGpu, tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         EmulatedGpu.create(tmp_path / "gpu", MODEL, "GPU-b")

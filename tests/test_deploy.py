@@ -98,27 +98,32 @@ def test_units_and_scripts_use_the_install_script_s_folder() -> None:
         assert f'"${{perseus:-{INSTALLED}}}"' in (DEPLOY / "slurm" / script).read_text()
 
 
-@pytest.mark.parametrize("key", ["ExecStart", "ExecStopPost"])
-def test_commands_are_parsed(key: str) -> None:
-    perseus, name, *flags = unit()[key].split()
-    assert (perseus, name) == (INSTALLED, "agent")
-    command = typer.main.get_group(app).get_command(None, name)  # type: ignore[arg-type]
-    assert command is not None
-    context = command.make_context("agent", flags)
-    assert context.params["config"] == Path("/etc/perseus/agent.toml")
-    assert context.params["restore"] == (key == "ExecStopPost")
+def context_of(command: str) -> typer.Context:
+    """Parse a command of the installed program."""
+    perseus, name, *flags = command.split()
+    assert perseus == INSTALLED
+    found = typer.main.get_group(app).get_command(None, name)  # type: ignore[arg-type]
+    assert found is not None
+    return found.make_context(name, flags)
+
+
+@pytest.mark.parametrize(
+    ("path", "key"), [(UNIT, "ExecStart"), (UNIT, "ExecStopPost"), (COORDINATOR_UNIT, "ExecStart")]
+)
+def test_commands_are_parsed(path: Path, key: str) -> None:
+    context = context_of(unit(path)[key])
+    part = path.stem.removeprefix("perseus-")
+    assert context.info_name == part
+    assert context.params["config"] == Path(f"/etc/perseus/{part}.toml")
+    assert context.params.get("restore", False) == (key == "ExecStopPost")
 
 
 def test_an_agent_is_alive_if_it_answers_in_good_time_whatever_that_is() -> None:
     text = (DEPLOY / "helm" / "perseus" / "templates" / "agent.yaml").read_text()
     probe = yaml.safe_load(text.partition("livenessProbe:")[2].partition("          resources:")[0])
-    perseus, command, *flags = probe["exec"]["command"]
-    assert (perseus, command) == (INSTALLED, "health")
-    health = typer.main.get_group(app).get_command(None, command)  # type: ignore[arg-type]
-    assert health is not None
-    given = health.make_context(command, flags).params
-    assert given["alive"]
-    assert given["timeout_s"] + 5 <= probe["timeoutSeconds"] <= probe["periodSeconds"]
+    health = context_of(" ".join(probe["exec"]["command"]))
+    assert (health.info_name, health.params["alive"]) == ("health", True)
+    assert health.params["timeout_s"] + 5 <= probe["timeoutSeconds"] <= probe["periodSeconds"]
 
 
 def test_the_settings_in_the_unit_s_comment_are_valid() -> None:
@@ -128,12 +133,7 @@ def test_the_settings_in_the_unit_s_comment_are_valid() -> None:
     )
 
 
-def test_the_coordinator_s_command_and_settings_are_valid() -> None:
-    perseus, name, *flags = unit(COORDINATOR_UNIT)["ExecStart"].split()
-    assert (perseus, name) == (INSTALLED, "coordinator")
-    command = typer.main.get_group(app).get_command(None, name)  # type: ignore[arg-type]
-    assert command is not None
-    assert command.make_context(name, flags).params["config"] == Path("/etc/perseus/coordinator.toml")
+def test_the_settings_in_the_coordinator_s_unit_are_valid() -> None:
     settings = configuration.load(CoordinatorSettings, None, shown_settings(COORDINATOR_UNIT))
     state = Path("/var/lib") / unit(COORDINATOR_UNIT)["StateDirectory"]
     assert Path(settings.database).parent == settings.operator_token_file.parent == state
@@ -206,7 +206,7 @@ def test_a_wrong_setting_ends_a_service_for_good(path: Path) -> None:
     assert unit(path)["RestartPreventExitStatus"] == str(BAD_INPUT)
 
 
-def test_records_outlive_the_service() -> None:
+def test_records_outlive_the_agent_s_service() -> None:
     service = unit()
     assert service["StateDirectory"] == "perseus"
     assert "RemainAfterExit" not in service
@@ -214,12 +214,10 @@ def test_records_outlive_the_service() -> None:
 
 
 def test_systemd_waits_longer_for_the_supervisor_than_that_for_the_agent() -> None:
-    assert int(unit()["WatchdogSec"]) > SILENCE_S
-    assert unit()["WatchdogSignal"] == "SIGKILL", "the only one that ends a process that is stopped"
-
-
-def test_a_stop_finishes_before_systemd_s_time_out() -> None:
-    assert int(unit()["TimeoutStopSec"]) >= STOP_S + 2
+    service = unit()
+    assert int(service["WatchdogSec"]) > SILENCE_S
+    assert service["WatchdogSignal"] == "SIGKILL", "the only one that ends a process that is stopped"
+    assert int(service["TimeoutStopSec"]) >= STOP_S + 2
 
 
 def test_every_kept_capability_has_its_reason() -> None:
@@ -262,20 +260,8 @@ def test_systemd_accepts_the_unit(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("path", "threshold"), [(UNIT, 41), (COORDINATOR_UNIT, 20)])
 def test_systemd_rates_the_exposure_as_low(path: Path, threshold: int) -> None:
     """The unit gives reasons for the remaining exposure; a service without any protection has 9.6."""
-    done = subprocess.run(
-        [
-            "systemd-analyze",
-            "security",
-            "--offline=true",
-            f"--threshold={threshold}",
-            "--no-pager",
-            str(path),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = ["systemd-analyze", "security", "--offline=true", f"--threshold={threshold}", "--no-pager"]
+    done = subprocess.run([*command, path], capture_output=True, text=True, timeout=60, check=False)
     if "unrecognized option" in done.stderr or "Failed to" in done.stderr:
         pytest.skip("this systemd-analyze can't look at a file")
     assert done.returncode == 0, done.stdout

@@ -45,8 +45,8 @@ async def test_trainings_keep_their_plans_and_a_budget_when_other_coordinators_t
         fleet = stack.enter_context(Fleet(tmp_path, [database] * 3, environment=security.of_coordinator()))
         await asyncio.to_thread(fleet.start)
         await asyncio.to_thread(security.admit_agents, fleet.holder(0).address)
-        # Agents try the one that stands by first, and are sent to one that serves.
-        await asyncio.to_thread(start_jobs, clusters, fleet.addresses)
+        # Agents know the one that stands by alone, and are sent to those that serve.
+        await asyncio.to_thread(start_jobs, clusters, fleet.coordinators[-1].address)
 
         async def client_at(slot: int) -> Client:
             holder = await asyncio.to_thread(fleet.holder, slot)

@@ -6,7 +6,6 @@ They are based on Debian's Python here, instead of that of the registry: as root
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,12 +56,6 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
         yield containers
         run("buildah", "rm", "--all")
         run("buildah", "rmi", "--all", "--force")
-
-
-def test_the_files_are_linted() -> None:
-    hadolint = Path(sys.executable).parent / "hadolint"
-    assert FILES
-    run(hadolint, *FILES)
 
 
 def test_the_agents_image_has_no_solver(images: dict[str, str]) -> None:

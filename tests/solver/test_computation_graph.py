@@ -176,19 +176,3 @@ def test_an_order_through_another_resource_is_one() -> None:
         Computation(0, Kind.FORWARD, 0),
         Computation(0, Kind.FORWARD, 1),
     )
-
-
-def test_a_node_without_a_resource_draws_nothing_while_it_waits() -> None:
-    nodes = {"a": Node("model", "gpu"), "b": Node("model")}
-    baseline = solve(ComputationGraph(PROFILES, nodes, {("a", "b"): 0.5}, RESOURCES).pipeline).baseline
-    assert baseline.iteration_time_s == 2.5
-    assert baseline.energy_j == pytest.approx(2 * 300 + 80 * 1.5)
-
-
-def test_a_long_chain_against_the_order_of_the_file_is_quick() -> None:
-    """As many stages as nodes, each waiting for the one after it in the file: not a pass for each."""
-    names = [f"node {k}" for k in range(800)]
-    edges = {(later, earlier): 0.0 for earlier, later in pairwise(names)}
-    once = {"model": measurements((1400, 1e-3, 1.0))}
-    graph = ComputationGraph(once, {name: Node("model") for name in names}, edges)
-    assert solve(graph.pipeline, point_count=3).t_min_s == pytest.approx(0.8)

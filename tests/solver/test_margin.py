@@ -137,13 +137,6 @@ def test_plans_include_the_cost_of_waiting_for_the_end_of_the_margin() -> None:
             assert after.energy_j == pytest.approx(before.energy_j + waited_j)
 
 
-@pytest.mark.parametrize("confidence", [0.9998, 0.9999, 1 - 1e-12])
-def test_a_margin_says_the_confidence_that_draws_can_show(confidence: float) -> None:
-    margin = solve(reported(small_pipeline(), 0.01), point_count=3, confidence=confidence).margin
-    assert margin is not None
-    assert margin.confidence == min(confidence, MAX_CONFIDENCE) >= 0.9998
-
-
 class _RareDraws(np.random.Generator):
     """Draws beyond six standard errors, of which twenty thousand have none."""
 
@@ -165,7 +158,7 @@ def test_a_margin_is_as_large_as_the_draws_ask(monkeypatch: pytest.MonkeyPatch) 
     pipeline=pipelines(),
     share=st.floats(1e-4, 3.0),
     common_part=st.floats(0.0, 1.0),
-    confidence=st.floats(0.5, 1.0, exclude_max=True),
+    confidence=st.floats(0.5, 1.0, exclude_max=True) | st.sampled_from([0.9999, 1 - 1e-12]),
 )
 def test_no_limit_lowers_what_a_margin_promises(
     pipeline: Pipeline, share: float, common_part: float, confidence: float

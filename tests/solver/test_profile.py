@@ -56,12 +56,6 @@ def test_a_common_error_is_a_part_of_the_error() -> None:
         replace(measured, time_common_se_s=0.002)
 
 
-def test_pareto_is_on_effective_energy() -> None:
-    # The slower clock takes more energy, but less than waiting in its place would.
-    options = pareto_options([Measurement(1400, 1.0, 100.0), Measurement(1200, 2.0, 140.0)], 60.0, Scale())
-    assert [(o.clock_mhz, o.effective_energy_j) for o in options] == [(1400, 40.0), (1200, 20.0)]
-
-
 @given(profile=profiles, blocking_power_w=st.floats(0, 500))
 def test_options_are_the_pareto_front(profile: list[Measurement], blocking_power_w: float) -> None:
     options = pareto_options(profile, blocking_power_w, Scale())
@@ -86,14 +80,6 @@ def test_hull_is_convex_and_below_every_option(profile: list[Measurement]) -> No
     assert set(hull.times_ps) <= {option.time_ps for option in options}
     for option in options:
         assert value_at(hull, option.time_ps) <= option.effective_energy_j + 1e-9
-
-
-def test_hull_drops_options_above_it() -> None:
-    points = [(1400, 1.0, 100.0), (1300, 1.1, 99.0), (1200, 2.0, 50.0), (1100, 2.5, 55.0)]
-    hull = convex_hull(pareto_options([Measurement(*p) for p in points], 0.0, Scale()), STEEPEST_UW)
-    assert hull.times_ps == (10**12, 2 * 10**12)
-    assert hull.slopes_uw == (50 * 10**6,)
-    assert hull.slowest_effective_energy_j == 50.0
 
 
 def test_absurdly_steep_steps_are_capped() -> None:

@@ -2,8 +2,7 @@
 
 A job's state machine gets a target iteration time from a power budget. Each of its offers goes through both
 sides' translation and the wire's bytes; ranks answer, accept it and bring it into force, and the machine
-handles their messages. There are no processes, sockets or store (`tests/test_urgent_end_to_end.py` has them,
-with 32 ranks).
+handles their messages. There are no processes, sockets or store.
 """
 
 import time

@@ -24,6 +24,7 @@ from perseus.agent.sidecar.local import _FILES_FOR_ALL_ELSE, _MAX_CONNECTIONS
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.cli.main import app
 from perseus.cli.terminal import BAD_INPUT
+from perseus.demo.processes import Process
 from perseus.demo.security import Security
 from perseus.service.settings import CoordinatorSettings, FeedSettings
 from perseus.service.signal_settings import SignalSettings
@@ -98,32 +99,31 @@ def test_units_and_scripts_use_the_install_script_s_folder() -> None:
         assert f'"${{perseus:-{INSTALLED}}}"' in (DEPLOY / "slurm" / script).read_text()
 
 
-def context_of(command: str) -> typer.Context:
-    """Parse a command of the installed program."""
+def parsed(command: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the parameters of a command of the installed program."""
     perseus, name, *flags = command.split()
     assert perseus == INSTALLED
     found = typer.main.get_group(app).get_command(None, name)  # type: ignore[arg-type]
     assert found is not None
-    return found.make_context(name, flags)
+    return name, found.make_context(name, flags).params
 
 
 @pytest.mark.parametrize(
     ("path", "key"), [(UNIT, "ExecStart"), (UNIT, "ExecStopPost"), (COORDINATOR_UNIT, "ExecStart")]
 )
 def test_commands_are_parsed(path: Path, key: str) -> None:
-    context = context_of(unit(path)[key])
-    part = path.stem.removeprefix("perseus-")
-    assert context.info_name == part
-    assert context.params["config"] == Path(f"/etc/perseus/{part}.toml")
-    assert context.params.get("restore", False) == (key == "ExecStopPost")
+    name, parameters = parsed(unit(path)[key])
+    assert path.stem == f"perseus-{name}"
+    assert parameters["config"] == Path(f"/etc/perseus/{name}.toml")
+    assert parameters.get("restore", False) == (key == "ExecStopPost")
 
 
 def test_an_agent_is_alive_if_it_answers_in_good_time_whatever_that_is() -> None:
     text = (DEPLOY / "helm" / "perseus" / "templates" / "agent.yaml").read_text()
     probe = yaml.safe_load(text.partition("livenessProbe:")[2].partition("          resources:")[0])
-    health = context_of(" ".join(probe["exec"]["command"]))
-    assert (health.info_name, health.params["alive"]) == ("health", True)
-    assert health.params["timeout_s"] + 5 <= probe["timeoutSeconds"] <= probe["periodSeconds"]
+    name, parameters = parsed(" ".join(probe["exec"]["command"]))
+    assert (name, parameters["alive"]) == ("health", True)
+    assert parameters["timeout_s"] + 5 <= probe["timeoutSeconds"] <= probe["periodSeconds"]
 
 
 def test_the_settings_in_the_unit_s_comment_are_valid() -> None:
@@ -157,21 +157,14 @@ def test_the_coordinator_runs_with_the_settings_in_its_unit(tmp_path: Path) -> N
     command = (
         unit(COORDINATOR_UNIT)["ExecStart"].replace("/etc/perseus/coordinator.toml", str(config)).split()
     )
-    perseus = [sys.executable, "-m", "perseus.cli"]
-    with subprocess.Popen(
-        [*perseus, *command[1:], "--log-format=json"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as coordinator:
-        assert coordinator.stdout is not None
-        try:
-            lines = (json.loads(line) for line in coordinator.stdout if line.startswith(b"{"))
-            address = next(str(line["address"]) for line in lines if line["event"] == "listening")
-            environment = {**os.environ, **security.of_operator(), "PERSEUS_COORDINATOR": address}
-            asked = subprocess.run([*perseus, "health"], env=environment, check=False, timeout=60)
-            assert asked.returncode == 0
-        finally:
-            coordinator.terminate()
-            coordinator.communicate(timeout=60)
-    assert coordinator.returncode == 0
+    arguments = ["-m", "perseus.cli", *command[1:], "--log-format=json"]
+    with Process(tmp_path / "coordinator.log", *arguments) as coordinator:
+        coordinator.launch()
+        address = str(coordinator.logged("listening")["address"])
+        environment = {**os.environ, **security.of_operator(), "PERSEUS_COORDINATOR": address}
+        ask = [sys.executable, "-m", "perseus.cli", "health"]
+        assert subprocess.run(ask, env=environment, check=False, timeout=60).returncode == 0
+        assert coordinator.terminate() == 0
 
 
 def test_the_chart_accepts_exactly_the_settings_that_there_are() -> None:

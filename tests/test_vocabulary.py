@@ -85,12 +85,3 @@ def test_an_old_word_is_found_in_prose_and_in_identifiers(text: str) -> None:
 @pytest.mark.parametrize("text", ["space", "namespaces", "outdoor", "a marker", "spaced", "target"])
 def test_a_word_that_merely_contains_an_old_one_is_not(text: str) -> None:
     assert replaced_words(text) == []
-
-
-def test_the_glossary_has_the_words_that_replaced_them() -> None:
-    glossary = words((ROOT / "docs" / "glossary.md").read_text())
-    assert [
-        new
-        for new in ("maximum clock", "power cap", "commit marker", "gateway", "signal target", "quarantine")
-        if f" {new} " not in glossary
-    ] == []

@@ -18,6 +18,7 @@ import pytest
 
 from perseus import configuration
 from perseus.agent.sidecar.settings import AgentSettings
+from perseus.demo.processes import Process
 from perseus.demo.security import Security
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
@@ -267,25 +268,13 @@ def container(workload: Object, change: Callable[[str], str]) -> Container:
 
 
 @contextmanager
-def started(found: Container, event: str) -> Iterator[None]:
+def started(found: Container, event: str, log: Path) -> Iterator[None]:
     """A container's process from the event in its log on to its end, which has to be a clean one."""
-    with subprocess.Popen(
-        found.command, env=found.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT
-    ) as process:
-        assert process.stdout is not None
-        lines: list[bytes] = []
-        try:
-            for line in process.stdout:
-                lines.append(line)
-                if line.startswith(b"{") and json.loads(line)["event"] == event:
-                    break
-            else:
-                raise AssertionError(b"".join(lines).decode())
-            yield
-        finally:
-            process.terminate()
-            process.communicate(timeout=30)
-    assert process.returncode == 0
+    with Process(log, program=found.command, environment=found.environment, folder=ROOT) as process:
+        process.launch()
+        process.logged(event)
+        yield
+        assert process.terminate() == 0
 
 
 def probe(found: Container) -> list[int]:
@@ -321,10 +310,10 @@ def test_its_commands_and_probes_do_what_they_are_for(tmp_path: Path, is_mutual:
     security = Security(tmp_path / "security")
     coordinator, agent = (mounted(found, part, security, tmp_path, port) for part in ("coordinator", "agent"))
     assert [*probe(coordinator), *probe(agent)] == [1, 1, 1, 1], "nobody is there"
-    with started(coordinator, "listening"):
+    with started(coordinator, "listening", tmp_path / "coordinator.log"):
         assert probe(coordinator) == [0, 0]
         allow_agents(security, tmp_path, port)
-        with started(agent, "connected"):
+        with started(agent, "connected", tmp_path / "agent.log"):
             assert probe(agent) == [0, 0]
         nobody = {name: value for name, value in coordinator.environment.items() if "_TLS_" not in name}
         assert probe(replace(coordinator, environment=nobody)) != [0, 0]

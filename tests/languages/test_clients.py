@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from perseus.demo.processes import Coordinator, Process, end
+from perseus.demo.processes import Coordinator, Process
 from perseus.demo.security import Security
 from perseus.job_id import slot_of
 from perseus.tls.channels import Channels
@@ -67,7 +68,7 @@ class CoordinatorProcess(Coordinator):
             address=f"127.0.0.1:{free_port()}",
         )
 
-    def __enter__(self) -> "CoordinatorProcess":
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -97,31 +98,25 @@ class CoordinatorProcess(Coordinator):
             yield JobServiceStub(channel)
 
 
-class ClientProcess:
-    """A client whose output can be read while it runs."""
+class Client(Process):
+    """A client, started on entering the context, whose output can be read while it runs."""
 
-    def __init__(self, command: Sequence[str], folder: Path, log: Path, **environment: str) -> None:
-        self._process = Process(log, environment=environment, program=command, folder=folder)
-        self._process.launch()
-
-    def __enter__(self) -> "ClientProcess":
+    def __enter__(self) -> Self:
+        self.launch()
         return self
-
-    def __exit__(self, *_: object) -> None:
-        end(self._process)
 
     @property
     def text(self) -> str:
         """The output so far."""
-        return self._process.log.read_text()
+        return self.log.read_text()
 
     def wait_for(self, text: str) -> None:
         """Wait until it has printed a text; ClusterError if it ends before."""
-        self._process.until(lambda: text in self.text, f"{text!r} in\n{self.text}")
+        self.until(lambda: text in self.text, f"{text!r} in\n{self.text}")
 
-    def wait(self) -> str:
+    def output(self) -> str:
         """Wait until it ends successfully, and return its output."""
-        assert self._process.wait() == 0, self.text
+        assert self.wait() == 0, self.text
         return self.text
 
 
@@ -159,10 +154,11 @@ class Language:
     def coordinator(self, folder: Path) -> CoordinatorProcess:
         return CoordinatorProcess(folder, has_tls=self.has_tls)
 
-    def start(self, target: str, folder: Path, environment: Mapping[str, str] | None = None) -> ClientProcess:
-        command = [*self.program, target, *self.arguments]
+    def start(self, target: str, folder: Path, environment: Mapping[str, str] | None = None) -> Client:
         given = {"PERSEUS_JOB": "story", "PERSEUS_SPEED": SPEED, **(environment or {})}
-        return ClientProcess(command, EXAMPLE, folder / "client.log", **given)
+        arguments = (target, *self.arguments)
+        log = folder / "client.log"
+        return Client(log, *arguments, environment=given, program=self.program, folder=EXAMPLE)
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +215,7 @@ def test_the_whole_scenario(language: Language, tmp_path: Path) -> None:
         language.coordinator(tmp_path) as coordinator,
         language.start(coordinator.address, tmp_path, coordinator.of_client) as client,
     ):
-        printed = client.wait()
+        printed = client.output()
         events = check_story(coordinator, "story")
     assert "serving: SERVING" in printed
     assert "perseus.v1.AgentService" in printed.split("services: ")[1].splitlines()[0]
@@ -234,7 +230,7 @@ async def test_unknown_fields_and_messages_are_ignored(language: Language, tmp_p
     with language.coordinator(tmp_path) as coordinator:
         async with newer_ends(coordinator.channels) as address:
             with language.start(address, tmp_path) as client:
-                printed = await asyncio.to_thread(client.wait)
+                printed = await asyncio.to_thread(client.output)
         check_story(coordinator, "story")
     assert printed.count("refused an unknown message") == 1
     assert printed.count("message refused: UNKNOWN_MESSAGE") == 1
@@ -256,7 +252,7 @@ def test_a_job_is_followed_to_the_coordinator_of_its_slot(language: Language, tm
             assert "SERVED_ELSEWHERE" not in client.text, "the registration was followed already"
             coordinators[own].kill()  # a rank is then announced, and refused, where the other slot is served
             coordinators[own].start()
-            printed = client.wait()
+            printed = client.output()
             check_story(coordinators[own], "story")
     assert "rank refused: SERVED_ELSEWHERE" in printed
     assert language.prints[0] in printed
@@ -270,7 +266,7 @@ def test_a_coordinator_is_killed_and_restarted(nodejs: Language, tmp_path: Path)
         client.wait_for("→ planned: ")  # the plans are offered, but not yet in force
         coordinator.kill()
         coordinator.start()
-        printed = client.wait()
+        printed = client.output()
         check_story(coordinator, "story")
     assert "stream ended: 14" in printed
     assert printed.count("connected: ") == 2
@@ -292,5 +288,6 @@ def test_the_stable_reason_of_an_error_is_decoded(tmp_path: Path) -> None:
     """
     with CoordinatorProcess(tmp_path) as coordinator:
         command = ["node", "--input-type=module", "--eval", script, coordinator.address]
-        with ClientProcess(command, EXAMPLE, tmp_path / "client.log", **coordinator.of_client) as client:
-            assert client.wait().split() == ["JOB_NOT_FOUND"]
+        log, environment = tmp_path / "client.log", coordinator.of_client
+        with Client(log, environment=environment, program=command, folder=EXAMPLE) as client:
+            assert client.output().split() == ["JOB_NOT_FOUND"]

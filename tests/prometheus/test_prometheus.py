@@ -5,19 +5,18 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
 from perseus.demo.cluster import Cluster
-from perseus.demo.processes import ENVIRONMENT, logged
+from perseus.demo.processes import ENVIRONMENT, ClusterError, Process, logged
 from tests.metrics.test_names import board_queries
 from tests.ports import free_port
 from tests.small_jobs import planned_soon
@@ -33,7 +32,6 @@ pytestmark = pytest.mark.skipif(
 
 WORKLOAD = replace(SMALL, job_id="scraped")
 SCRAPES_S = 1
-LIMIT_S = 150.0
 
 ELSEWHERE = re.compile("perseus_ledger_|perseus_store_standbys|perseus_standby_coordinators")
 """Metrics of other tests: the ledger publishes totals once a minute, and only PostgreSQL has standbys, of
@@ -42,36 +40,21 @@ itself and of coordinators."""
 JUDGED = re.compile(r"(.+?) [<>]=? [\d.]+(?: unless .+)?|absent\((.+)\)")
 
 
-class Prometheus:
+class Prometheus(Process):
     """Runs with a configuration for the length of a `with` block."""
 
     def __init__(self, folder: Path, configuration: Mapping[str, Any]) -> None:
-        self._folder = folder
         self._url = f"http://127.0.0.1:{free_port()}"
-        self._process: subprocess.Popen[bytes] | None = None
         # YAML has room for JSON.
-        (folder / "prometheus.yml").write_text(json.dumps(configuration))
+        (file := folder / "prometheus.yml").write_text(json.dumps(configuration))
+        listen = f"--web.listen-address={self._url.removeprefix('http://')}"
+        flags = (f"--config.file={file}", f"--storage.tsdb.path={folder / 'data'}", listen)
+        super().__init__(folder / "prometheus.log", *flags, "--log.level=warn", program=["prometheus"])
 
-    def __enter__(self) -> "Prometheus":
-        with (self._folder / "prometheus.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [
-                    "prometheus",
-                    f"--config.file={self._folder / 'prometheus.yml'}",
-                    f"--storage.tsdb.path={self._folder / 'data'}",
-                    f"--web.listen-address={self._url.removeprefix('http://')}",
-                    "--log.level=warn",
-                ],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        self.until(lambda: self._is_ready(), "Prometheus is ready", LIMIT_S)
+    def __enter__(self) -> Self:
+        self.launch()
+        self.until(self._is_ready, "Prometheus is ready")
         return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process is not None
-        self._process.terminate()
-        self._process.wait(30)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """The samples that there are now, each with its labels (`metric`) and `value`."""
@@ -89,14 +72,6 @@ class Prometheus:
     def rules(self) -> list[dict[str, Any]]:
         """All rules, with what became of their last evaluation."""
         return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
-
-    def until(self, condition: Callable[[], object], what: str, limit_s: float) -> None:
-        deadline_s = time.monotonic() + limit_s
-        while not condition():
-            if time.monotonic() > deadline_s:
-                log = (self._folder / "prometheus.log").read_text()[-2000:]
-                raise AssertionError(f"expected within {limit_s:g} s: {what}; {log}")
-            time.sleep(0.2)
 
     def _is_ready(self) -> bool:
         try:
@@ -194,12 +169,12 @@ def test_everything_returns_data_and_alerts_fire_and_resolve(cluster: Cluster, t
             cluster.check()
             return bool(prometheus.query('perseus_job_state{state="planned"} == 1'))
 
-        prometheus.until(is_planned, "the job is planned", LIMIT_S)
+        prometheus.until(is_planned, "the job is planned")
         assert prometheus.query("count(up == 1)")[0]["value"][1] == "3"
-        prometheus.until(lambda: not prometheus.firing("PerseusStraggler"), "nobody is slow", LIMIT_S)
+        prometheus.until(lambda: not prometheus.firing("PerseusStraggler"), "nobody is slow")
 
         cluster.degrade(1, 1.3)
-        prometheus.until(lambda: prometheus.firing("PerseusStraggler"), "an alert of the straggler", LIMIT_S)
+        prometheus.until(lambda: bool(prometheus.firing("PerseusStraggler")), "an alert of the straggler")
         (labels,) = prometheus.firing("PerseusStraggler")
         assert (labels["job_id"], labels["severity"]) == ("scraped", "info")
 
@@ -213,29 +188,25 @@ def test_everything_returns_data_and_alerts_fire_and_resolve(cluster: Cluster, t
             return not left
 
         try:
-            prometheus.until(is_all_reported, "every query returns data", LIMIT_S)
-        except AssertionError as error:
+            prometheus.until(is_all_reported, "every query returns data")
+        except ClusterError as error:
             raise AssertionError(f"{error}: {sorted(left)}") from None
         assert [rule["lastError"] for rule in prometheus.rules() if rule["health"] != "ok"] == []
 
         cluster.degrade(1, 1.0)
-        prometheus.until(
-            lambda: not prometheus.firing("PerseusStraggler"), "the straggler has recovered", LIMIT_S
-        )
+        prometheus.until(lambda: not prometheus.firing("PerseusStraggler"), "the straggler has recovered")
 
         # If all of them are slow, none is a straggler: the plans' predictions are violated.
-        prometheus.until(is_planned, "the job is planned still", LIMIT_S)
+        prometheus.until(is_planned, "the job is planned still")
         for pipeline in range(WORKLOAD.pipeline_count):
             cluster.degrade(pipeline, 1.6)
         prometheus.until(
-            lambda: prometheus.firing("PerseusPredictionViolated"),
+            lambda: bool(prometheus.firing("PerseusPredictionViolated")),
             "the alert on a violated prediction",
-            LIMIT_S,
         )
         prometheus.until(
             lambda: not prometheus.firing("PerseusPredictionViolated"),
             "no other alert on a violated prediction",
-            LIMIT_S,
         )
         cluster.stop_training()
     cluster.stop_services()

@@ -8,14 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.solver import (
-    Computation,
     Kind,
     Measurement,
     Pipeline,
     Plan,
     ProfileError,
     ProfileKey,
-    Schedule,
     SolverError,
     dwell,
     fastest_clock_plan,
@@ -75,19 +73,6 @@ def test_energy_and_time_on_the_planned_clock_are_shares_of_the_work() -> None:
     assert late.effective_energy_j == pytest.approx(late.energy_j - 10.0 * 4.75)
     assert late.share_on_clock == pytest.approx(4.5 / 4.75)
     assert replay_with_latency(*one_stage(1000, 500, 1000, 1000), 1.5).share_on_clock == 0.75
-
-
-def test_waiting_hides_the_latency_and_fixed_times_stay() -> None:
-    """Stage 0 lowers its clock while it waits for stage 1's backward, behind a fixed 1 s."""
-    load = Computation(0, Kind.FIXED, 0)
-    first, second = gpipe(2, 1).orders
-    pipeline = pipeline_of(Schedule(((load, *first), second)), fixed_times_s={load: 1.0})
-    clocks_mhz = dict.fromkeys(pipeline.schedule.computations, 1000) | {first[1]: 500}
-    plan = replay(pipeline, clocks_mhz)
-    late = replay_with_latency(pipeline, plan, 1.5)
-    assert late.iteration_time_s == plan.iteration_time_s == 1.0 + 1.0 + 2.0 + 2.0
-    assert late.energy_j == pytest.approx(1100.0)
-    assert late.share_on_clock == 1.0
 
 
 def test_at_a_clock_that_was_not_measured_time_and_energy_are_interpolated() -> None:

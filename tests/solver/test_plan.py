@@ -59,6 +59,7 @@ def test_a_wait_draws_the_power_of_the_lower_clock_and_the_last_one_that_of_stoc
     plan = replay(pipeline, {forward: 1000, backward: 500})
     assert plan.energy_until_j(9.0) == pytest.approx(80 * 1 + 300 + 60 * 2 + 200 + 80 * 3)
     late = replay_with_latency(pipeline, plan, 0.5)
+    assert (late.iteration_time_s, late.share_on_clock) == (6.0, 1.0), "it waits for longer than the latency"
     assert late.energy_j == pytest.approx(80 * 1 + 300 + 80 * 0.5 + 60 * 1.5 + 200)
     raised = replay(pipeline, {forward: 500, backward: 1000})
     assert raised.energy_j == pytest.approx(60 * 1 + 200 + 60 * 2 + 300)

@@ -1,9 +1,8 @@
 """Certificates renewed, and the agents' token revoked, under a running job with real processes."""
 
 import asyncio
-from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,28 +20,15 @@ if TYPE_CHECKING:
     from perseus.v1.token_service_pb2_grpc import TokenServiceAsyncStub
 
 LIMIT_S = 240.0
-AGENT_NAMES = [f"agent-{pipeline}" for pipeline in range(SMALL.pipeline_count)]
 
 
-class Logs:
-    """The processes' logs so far."""
+async def until_all(cluster: Cluster, event: str, count: int) -> None:
+    """Wait until every agent has logged an event this many times."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    async def have_logged() -> bool:
+        return all(agent.count(event) >= count for agent in cluster.agents)
 
-    def lines(self, name: str) -> list[dict[str, Any]]:
-        return entries(self._folder / f"{name}.log")
-
-    def counts(self, name: str) -> Counter[str]:
-        return Counter(line["event"] for line in self.lines(name))
-
-    async def until_all(self, event: str, count: int) -> None:
-        """Wait until every agent has logged an event this many times."""
-
-        async def have_logged() -> bool:
-            return all(self.counts(name)[event] >= count for name in AGENT_NAMES)
-
-        await until(have_logged, f"{event!r} of every agent", LIMIT_S)
+    await until(have_logged, f"{event!r} of every agent", LIMIT_S)
 
 
 def texts(folder: Path, pattern: str) -> list[str]:
@@ -57,23 +43,23 @@ async def iterations(observer: Observer) -> int:
     return numbers[-1]
 
 
-async def renew_certificates(cluster: Cluster, observer: Observer, logs: Logs, address: str) -> None:
+async def renew_certificates(cluster: Cluster, observer: Observer, address: str) -> None:
     """Renew the certificates: no plan is lost, and new clients get the new certificate."""
     event_count = len(observer.events)
     cluster.security.renew_coordinator()
     cluster.security.renew_client()
-    await logs.until_all("connected", 2)
+    await until_all(cluster, "connected", 2)
     await iterations(observer)
     assert observer.state == job_pb2.JOB_STATE_PLANNED
     # Ranks disconnect and return within a moment; their plans don't change.
     kinds = {event.type for event in observer.events[event_count:]}
     assert event_pb2.JOB_EVENT_TYPE_STATE_CHANGED not in kinds
-    for name in AGENT_NAMES:
-        message = logs.counts(name)
-        assert message["certificates renewed: continuing with a new stream"] == 1
-        assert message["certificates reloaded"] == 1
-        assert message["no coordinator"] == 0
-    assert logs.counts("coordinator")["certificates reloaded"] == 1
+    for agent in cluster.agents:
+        assert agent.count("certificates renewed: continuing with a new stream") == 1
+        assert agent.count("certificates reloaded") == 1
+        assert agent.count("no coordinator") == 0
+    assert cluster.coordinator is not None
+    assert cluster.coordinator.count("certificates reloaded") == 1
     async with cluster.security.channels(address).open() as channel:
         newcomer = Observer(channel, SMALL.job_id, Measurements(SMALL.pipeline_count), lambda: None)
         joining = asyncio.create_task(newcomer.follow())
@@ -82,30 +68,28 @@ async def renew_certificates(cluster: Cluster, observer: Observer, logs: Logs, a
 
 
 async def revoke_token(
-    cluster: Cluster, tokens: "TokenServiceAsyncStub", observer: Observer, logs: Logs, address: str
+    cluster: Cluster, tokens: "TokenServiceAsyncStub", observer: Observer, address: str
 ) -> int:
     """Revoke the token: both sides log it; agents return with another. Return an iteration after that."""
     request = token_service_pb2.RevokeTokenRequest(name=AGENTS)
     await tokens.RevokeToken(request, timeout=30)
-    await logs.until_all("no coordinator", 1)
-    for name in AGENT_NAMES:
-        reasons = [line["reason"] for line in logs.lines(name) if line["event"] == "no coordinator"]
-        assert reasons[0].startswith(f"UNAUTHENTICATED: token '{AGENTS}' is revoked; the token is from "), (
-            name
-        )
-    refusals = [line for line in logs.lines("coordinator") if line["event"] == "caller refused"]
+    await until_all(cluster, "no coordinator", 1)
+    for agent in cluster.agents:
+        reason = agent.logged("no coordinator")["reason"]
+        assert reason.startswith(f"UNAUTHENTICATED: token '{AGENTS}' is revoked; the token is from ")
+    assert cluster.coordinator is not None
+    refusals = [line for line in entries(cluster.coordinator.log) if line["event"] == "caller refused"]
     assert {(line["reason"], line["rpc"]) for line in refusals} == {
         ("TOKEN_REVOKED", "/perseus.v1.AgentService/Connect")
     }
     await asyncio.to_thread(cluster.security.admit_agents, address, "more-agents")
-    await logs.until_all("connected", 3)
+    await until_all(cluster, "connected", 3)
     return await iterations(observer)
 
 
 @pytest.mark.slow("real processes train, are planned, and connect again twice")
 @pytest.mark.timeout(1200)
 async def test_renewed_certificates_and_another_token_cost_no_iteration(tmp_path: Path) -> None:
-    logs = Logs(tmp_path / "logs" / SMALL.job_id)
     measurements = Measurements(SMALL.pipeline_count)
     with training(tmp_path, SMALL) as (cluster, address):
         async with cluster.security.channels(address).open() as channel:
@@ -117,8 +101,8 @@ async def test_renewed_certificates_and_another_token_cost_no_iteration(tmp_path
                 PLANNED_TIMEOUT_S,
             )
             first = measurements.latest
-            await renew_certificates(cluster, observer, logs, address)
-            last = await revoke_token(cluster, TokenServiceStub(channel), observer, logs, address)
+            await renew_certificates(cluster, observer, address)
+            last = await revoke_token(cluster, TokenServiceStub(channel), observer, address)
             following.cancel()
         secrets = texts(cluster.security.token_file.parent, "*.token")
         await asyncio.to_thread(cluster.stop_training)

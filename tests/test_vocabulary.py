@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -66,22 +67,11 @@ def test_no_replaced_word_has_come_back() -> None:
     assert {name: old for name, old in found.items() if old} == {}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "rank_ceiling",
-        "class SignalPacing:",
-        "The agent is told.",
-        "put aside",
-        "checkWord",
-        "CHECK_WORD = 1",
-        "doors",
-    ],
-)
-def test_an_old_word_is_found_in_prose_and_in_identifiers(text: str) -> None:
-    assert len(replaced_words(text)) == 1
+PROSE = ("The agent is told.", "put aside", "doors")
+IDENTIFIERS = ("rank_ceiling", "class SignalPacing:", "checkWord", "CHECK_WORD = 1")
+CONTAINING = ("space", "namespaces", "outdoor", "a marker", "spaced", "target")
 
 
-@pytest.mark.parametrize("text", ["space", "namespaces", "outdoor", "a marker", "spaced", "target"])
-def test_a_word_that_merely_contains_an_old_one_is_not(text: str) -> None:
-    assert replaced_words(text) == []
+@pytest.mark.parametrize(("text", "count"), [*product(PROSE + IDENTIFIERS, [1]), *product(CONTAINING, [0])])
+def test_old_words_are_found_in_prose_and_in_identifiers_and_others_are_not(text: str, count: int) -> None:
+    assert len(replaced_words(text)) == count

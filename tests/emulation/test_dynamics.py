@@ -40,14 +40,6 @@ def test_work_progresses_by_the_clock_in_force_at_each_moment() -> None:
     )
 
 
-def test_a_set_in_force_after_the_work_does_not_affect_it() -> None:
-    state = stock()
-    state.begin(WORK)
-    state.advance(A40, 50.095)
-    state.set_clock(A40, LOW_MHZ)
-    assert state.finish_s(A40) == pytest.approx(50.1)
-
-
 @pytest.mark.parametrize(
     ("sets", "clocks_mhz"),
     [

@@ -1,6 +1,10 @@
-"""Agents in Node.js and in Java (its stubs by the contract's options) under real coordinators."""
+"""Agents in Node.js and in Java (its stubs by the contract's options) under real coordinators.
+
+The common generators accept the contract, and their output has the names of docs/protocol.md.
+"""
 
 import asyncio
+import re
 import shutil
 import subprocess
 import sys
@@ -43,7 +47,7 @@ CLASSPATH = [
     *(JARS / f"{name}.jar" for name in ("perfmark-api", "jctools-core", "geronimo-annotation-1.3-spec")),
     *sorted(JARS.glob("netty-*.jar")),
 ]
-COMMANDS = ("java", "javac", "protoc", "grpc_java_plugin", "grpc_php_plugin", "grpc_ruby_plugin")
+GENERATORS = ("protoc", "grpc_java_plugin", "grpc_php_plugin", "grpc_ruby_plugin")
 
 # Clients in other languages present certificates, and no tokens.
 _CLIENT_IS_OPERATOR = {"PERSEUS_COORDINATOR_CERTIFICATE_SCOPES": '{"client": "operator"}'}
@@ -172,7 +176,9 @@ def nodejs() -> Language:
 @pytest.fixture(scope="module")
 def java(tmp_path_factory: pytest.TempPathFactory) -> Language:
     """Compile the client. It uses plaintext: Debian's netty lacks ALPN, which gRPC needs for TLS."""
-    if not all(map(shutil.which, COMMANDS)) or not all(jar.exists() for jar in CLASSPATH):
+    if not all(map(shutil.which, ("java", "javac", *GENERATORS))) or not all(
+        jar.exists() for jar in CLASSPATH
+    ):
         pytest.skip("Java or gRPC for it is not installed here; `make test-languages` installs it")
     folder = tmp_path_factory.mktemp("java")
     classes = folder / "classes"
@@ -291,3 +297,34 @@ def test_the_stable_reason_of_an_error_is_decoded(tmp_path: Path) -> None:
         log, environment = tmp_path / "client.log", coordinator.of_client
         with Client(log, environment=environment, program=command, folder=EXAMPLE) as client:
             assert client.output().split() == ["JOB_NOT_FOUND"]
+
+
+# The beginning of a file of each language, and two files that must exist.
+NAMES = {
+    "java": (r"^package perseus\.v1;$", ["perseus/v1/JobServiceGrpc.java", "perseus/v1/TelemetryBatch.java"]),
+    "csharp": (r"^namespace Perseus\.V1 ", ["Perseus/V1/JobService.cs", "Perseus/V1/AgentService.cs"]),
+    "php": (
+        r"^namespace (Perseus\\V1|GPBMetadata)",
+        ["Perseus/V1/JobServiceClient.php", "Perseus/V1/Job.php"],
+    ),
+    "ruby": (r"^module Perseus$", ["perseus/v1/job_service_services_pb.rb", "perseus/v1/job_pb.rb"]),
+}
+
+
+@pytest.mark.skipif(
+    not all(map(shutil.which, GENERATORS)),
+    reason="protoc and its plugins are not installed here; `make test-languages` installs them",
+)
+def test_stubs_have_their_languages_names(tmp_path: Path) -> None:
+    generate(ROOT, tmp_path)
+    folder = tmp_path / "build" / "languages"
+    assert {path.name for path in folder.iterdir()} == NAMES.keys()
+    for language, (opening, files) in NAMES.items():
+        made = [path for path in (folder / language).rglob("*") if path.is_file()]
+        assert {str(path.relative_to(folder / language)) for path in made} >= set(files)
+        unnamed = [
+            path.name
+            for path in made
+            if not re.search(opening, path.read_text(errors="replace"), re.MULTILINE)
+        ]
+        assert unnamed == []

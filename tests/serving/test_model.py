@@ -90,15 +90,6 @@ def test_whole_tiles_are_found() -> None:
     assert fit_step_model(measured(), 60.0).is_tiled is False
 
 
-def test_shapes_broadcast() -> None:
-    steps = model()
-    assert steps.time_s(1.0, 0.0, 0.0).shape == (5,)
-    assert steps.time_s(np.ones((7, 1)), 3.0, 0.0).shape == (7, 5)
-    at_each = steps.time_s(np.arange(5.0), np.ones(5), 0.0)
-    assert at_each[3] == pytest.approx(steps.time_s(3.0, 1.0, 0.0)[3])
-    assert steps.power_w(np.ones((7, 1)), 3.0).shape == (7, 5)
-
-
 def test_other_clocks_lie_between_the_measured_ones() -> None:
     other = model().at_clocks([600, 1410, 600])
     assert other.clocks_mhz == (600, 1410)
@@ -125,9 +116,3 @@ def test_impossible_measurements_are_refused(
 ) -> None:
     with pytest.raises(ServingError, match=message):
         fit_step_model(steps, idle_power_w)
-
-
-def test_scaled_model() -> None:
-    scaled = model().scaled(1.2, 0.8)
-    assert scaled.time_s(10, 1, 0) == pytest.approx(1.2 * model().time_s(10, 1, 0))
-    assert scaled.power_w(10, 1) == pytest.approx(0.8 * model().power_w(10, 1))

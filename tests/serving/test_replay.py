@@ -73,12 +73,6 @@ def test_policies_differ_only_in_clocks() -> None:
     assert foreseen.energy_j <= min(run(FixedClock(i)).energy_j for i in range(len(CLOCKS_MHZ))) * 1.05
 
 
-def test_a_lower_fixed_clock_takes_longer() -> None:
-    low, high = run(FixedClock(0)), run(FixedClock(len(CLOCKS_MHZ) - 1))
-    assert low.busy_share > high.busy_share
-    assert high.energy_j == run(FixedClock(None)).energy_j
-
-
 @pytest.mark.parametrize(
     "disturbance",
     [Disturbance(no_stats_s=(60.0, 80.0)), Disturbance(engine_away_s=(60.0, 70.0))],

@@ -121,14 +121,10 @@ def test_more_confidence_takes_more_and_costs_more() -> None:
     assert 0 < shares[0] < shares[-1] < 0.04
 
 
-def test_a_margin_is_added_once() -> None:
-    padded, _ = with_margin(reported(small_pipeline(), 0.01), 0.95)
-    assert with_margin(padded, 0.95) == (padded, None)
-
-
-def test_plans_include_the_cost_of_waiting_for_the_end_of_the_margin() -> None:
+def test_a_margin_is_added_once_and_includes_the_cost_of_waiting_for_its_end() -> None:
     pipeline = reported(small_pipeline(), 0.01)
     padded, _ = with_margin(pipeline, 0.95)
+    assert with_margin(padded, 0.95) == (padded, None)
     for (stage, chunk, kind), some in padded.profiles.items():
         for before, after in zip(pipeline.profiles[stage, chunk, kind], some, strict=True):
             waited_j = pipeline.blocking_power_w[stage] * (after.time_s - before.time_s)

@@ -51,13 +51,22 @@ def test_reads_energies_of_the_whole_stage(read: Read) -> None:
     assert profiles[1, 0, Kind.BACKWARD] == (Measurement(1200, 0.10, 288.0), Measurement(1410, 0.09, 320.0))
 
 
-def test_rows_and_columns_may_come_in_any_order(read: Read) -> None:
-    turned = [",".join(reversed(line.split(","))) for line in GOOD]
-    assert read([turned[0], *reversed(turned[1:])]) == read(GOOD)
+TURNED = [",".join(reversed(line.split(","))) for line in GOOD]
 
 
-def test_byte_order_mark_is_no_part_of_the_header(read: Read) -> None:
-    assert read(["\ufeff" + GOOD[0], *GOOD[1:]]) == read(GOOD)
+@pytest.mark.parametrize(
+    "alike",
+    [
+        pytest.param([TURNED[0], *reversed(TURNED[1:])], id="rows and columns in another order"),
+        pytest.param(["\ufeff" + GOOD[0], *GOOD[1:]], id="a byte order mark"),
+        pytest.param(
+            [f",{GOOD[0]},time_se,energy_se", *(f"{i},{row},," for i, row in enumerate(GOOD[1:]))],
+            id="standard errors, and an index without a name",
+        ),
+    ],
+)
+def test_tables_that_read_alike(read: Read, alike: list[str]) -> None:
+    assert read(alike) == read(GOOD)
 
 
 @pytest.mark.parametrize(
@@ -168,12 +177,6 @@ def test_other_columns_are_further_settings(read: Read) -> None:
         measured(1410, 0.054, 144.0, 300.0, "fused"),
         measured(1410, 0.05, 160.0, 300.0, "split"),
     )
-
-
-def test_standard_errors_and_unnamed_columns_are_no_settings(read: Read) -> None:
-    """Tables often begin with an index that has no name."""
-    more = [f",{GOOD[0]},time_se,energy_se", *(f"{i},{row},," for i, row in enumerate(GOOD[1:]))]
-    assert read(more) == read(GOOD)
 
 
 def test_not_every_setting_need_be_measured_of_every_computation(read: Read) -> None:

@@ -69,6 +69,10 @@ class Prometheus(Process):
             if each["labels"]["alertname"] == alert and each["state"] == "firing"
         ]
 
+    def await_alert(self, alert: str, *, fires: bool) -> None:
+        """Wait until an alert fires, or no instance of it does."""
+        self.until(lambda: bool(self.firing(alert)) is fires, f"{alert} firing: {fires}")
+
     def rules(self) -> list[dict[str, Any]]:
         """All rules, with what became of their last evaluation."""
         return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
@@ -171,10 +175,10 @@ def test_everything_returns_data_and_alerts_fire_and_resolve(cluster: Cluster, t
 
         prometheus.until(is_planned, "the job is planned")
         assert prometheus.query("count(up == 1)")[0]["value"][1] == "3"
-        prometheus.until(lambda: not prometheus.firing("PerseusStraggler"), "nobody is slow")
+        prometheus.await_alert("PerseusStraggler", fires=False)
 
         cluster.degrade(1, 1.3)
-        prometheus.until(lambda: bool(prometheus.firing("PerseusStraggler")), "an alert of the straggler")
+        prometheus.await_alert("PerseusStraggler", fires=True)
         (labels,) = prometheus.firing("PerseusStraggler")
         assert (labels["job_id"], labels["severity"]) == ("scraped", "info")
 
@@ -194,20 +198,14 @@ def test_everything_returns_data_and_alerts_fire_and_resolve(cluster: Cluster, t
         assert [rule["lastError"] for rule in prometheus.rules() if rule["health"] != "ok"] == []
 
         cluster.degrade(1, 1.0)
-        prometheus.until(lambda: not prometheus.firing("PerseusStraggler"), "the straggler has recovered")
+        prometheus.await_alert("PerseusStraggler", fires=False)
 
         # If all of them are slow, none is a straggler: the plans' predictions are violated.
         prometheus.until(is_planned, "the job is planned still")
         for pipeline in range(WORKLOAD.pipeline_count):
             cluster.degrade(pipeline, 1.6)
-        prometheus.until(
-            lambda: bool(prometheus.firing("PerseusPredictionViolated")),
-            "the alert on a violated prediction",
-        )
-        prometheus.until(
-            lambda: not prometheus.firing("PerseusPredictionViolated"),
-            "no other alert on a violated prediction",
-        )
+        prometheus.await_alert("PerseusPredictionViolated", fires=True)
+        prometheus.await_alert("PerseusPredictionViolated", fires=False)
         cluster.stop_training()
     cluster.stop_services()
 

@@ -73,34 +73,6 @@ def test_vllm_by_its_new_and_old_names(names: dict[str, str]) -> None:
     assert stats.contradiction is None
 
 
-@given(
-    st.lists(st.lists(st.floats(0.001, 100), max_size=20), min_size=1, max_size=5),
-    st.lists(st.integers(0, 10**6), min_size=5, max_size=5),
-)
-def test_intervals_add_up_to_what_was_observed(latencies_s: list[list[float]], tokens: list[int]) -> None:
-    page = Page(NEW)
-    first = before = page.parsed()
-    ttft = itl_sum_s = generated = 0.0
-    for group_s, count in zip(latencies_s, tokens, strict=False):
-        for latency_s in group_s:
-            page.metrics["ttft"].observe(latency_s)
-            page.metrics["itl"].observe(latency_s)
-        page.metrics["generated"].inc(count)
-        after = page.parsed()
-        stats = interval(before, after, 0.25)
-        assert stats is not None
-        assert all(each.count > 0 and each.lower_s < each.upper_s for each in stats.ttft)
-        ttft += sum(each.count for each in stats.ttft)
-        itl_sum_s += stats.itl_sum_s
-        generated += stats.generation_tokens
-        before = after
-    whole = interval(first, before, 1.0)
-    assert whole is not None
-    assert ttft == sum(each.count for each in whole.ttft) == sum(map(len, latencies_s[: len(tokens)]))
-    assert itl_sum_s == pytest.approx(sum(map(sum, latencies_s[: len(tokens)])), abs=1e-6)
-    assert generated == whole.generation_tokens
-
-
 def test_counters_that_went_back_are_a_restart() -> None:
     page = Page(NEW)
     page.metrics["generated"].inc(10)

@@ -1,7 +1,8 @@
 """The named schedules have their known properties: with equal times, their bubbles have the known sizes."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from perseus.schedule_name import ScheduleName
 from perseus.solver import (
+    Computation,
     Kind,
     Pipeline,
     Schedule,
@@ -74,16 +76,23 @@ def test_interleaving_divides_the_bubble(stage_count: int, groups: int, chunk_co
     assert time_s == 3.0 * chunk_count * microbatch_count + 3.0 * (stage_count - 1)
 
 
+def max_activations(order: Iterable[Computation], last_use: Kind) -> int:
+    """How many microbatches' activations a stage has at most; none is left at the end."""
+    counts = list(accumulate({Kind.FORWARD: 1, last_use: -1}.get(c.kind, 0) for c in order))
+    assert counts[-1] == 0
+    return max(counts)
+
+
+@given(stage_count=stage_counts, microbatch_count=st.integers(1, 12))
+def test_1f1b_keeps_few_activations(stage_count: int, microbatch_count: int) -> None:
+    for stage, order in enumerate(one_forward_one_backward(stage_count, microbatch_count).orders):
+        assert max_activations(order, Kind.BACKWARD) == min(stage_count - stage, microbatch_count)
+
+
 @given(stage_count=stage_counts, microbatch_count=st.integers(1, 12))
 def test_zero_bubble_h1(stage_count: int, microbatch_count: int) -> None:
     schedule = zero_bubble_h1(stage_count, microbatch_count)
-    for order in schedule.orders:
-        held = maximum = 0
-        for c in order:
-            held += {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: -1}.get(c.kind, 0)
-            maximum = max(maximum, held)
-        assert held == 0
-        assert maximum <= stage_count
+    assert all(max_activations(order, Kind.BACKWARD_WEIGHT) <= stage_count for order in schedule.orders)
     if microbatch_count >= 2 * stage_count:
         times_s = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0}
         assert iteration_time_s(schedule, **times_s) == 3.0 * microbatch_count + 1.0 * (stage_count - 1)

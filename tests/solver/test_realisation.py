@@ -3,7 +3,7 @@
 Mixtures of two plans are in time, no dearer than either, and the cheapest of all where a cut is exact.
 """
 
-from itertools import product
+from itertools import pairwise, product
 from random import Random
 
 import numpy as np
@@ -20,7 +20,7 @@ from perseus.solver.plan import earliest_finishes_ps
 from perseus.solver.plan_table import tabulate
 from perseus.solver.realisation import Realiser, SearchSettings, Target
 from perseus.solver.sweep import Sweep, sweep_frontier
-from tests.solver.pipelines import pipelines, small_pipeline
+from tests.solver.pipelines import little_search, pipelines, small_pipeline
 
 SHARES = st.lists(st.floats(0, 1), min_size=1, max_size=5)
 
@@ -41,6 +41,18 @@ def assert_in_time(graph: EventGraph, choice: list[int], deadline_ps: int) -> No
     """Judged by the other implementation, computation by computation."""
     durations_ps = [graph.options[p][k].time_ps for p, k in zip(graph.profile_of, choice, strict=True)]
     assert max(earliest_finishes_ps(graph.dependencies, durations_ps)) <= deadline_ps
+
+
+@given(pipeline=pipelines(), shares=SHARES)
+@little_search()
+def test_more_time_costs_no_more(pipeline: Pipeline, shares: list[float]) -> None:
+    graph = build_event_graph(pipeline)
+    realiser = Realiser(graph)
+    targets = targets_of(pipeline, sweep_frontier(graph), shares)
+    made = [lambda one=one: one for one in targets]
+    choices = realiser.realise(made)
+    energies_j = realiser.columns.effective_energies_j(realiser.columns.to_columns(choices))
+    assert all(later_j <= earlier_j for earlier_j, later_j in pairwise(energies_j))
 
 
 @given(pipeline=pipelines(), shares=SHARES, price_levels_below=st.integers(0, 8))

@@ -6,7 +6,6 @@ from itertools import chain, pairwise
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from perseus.solver import (
     Computation,
@@ -57,17 +56,6 @@ def orders(*texts: str) -> tuple[tuple[Computation, ...], ...]:
 )
 def test_orders_of_the_named_schedules(schedule: Schedule, expected: tuple[str, ...]) -> None:
     assert schedule.orders == orders(*expected)
-
-
-@given(stage_count=st.integers(1, 6), microbatch_count=st.integers(1, 12))
-def test_1f1b_keeps_few_activations(stage_count: int, microbatch_count: int) -> None:
-    for stage, stage_order in enumerate(one_forward_one_backward(stage_count, microbatch_count).orders):
-        held = maximum = 0
-        for c in stage_order:
-            held += 1 if c.kind is Kind.FORWARD else -1
-            maximum = max(maximum, held)
-        assert held == 0
-        assert maximum == min(stage_count - stage, microbatch_count)
 
 
 V: tuple[Path, ...] = (((0, 0), (1, 0), (1, 1), (0, 1)),)

@@ -1,11 +1,21 @@
-"""A stand-in for a probe in tests of the frameworks' hooks."""
+"""A stand-in for a probe in tests of attachments and hooks, and a training loop without a framework."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from perseus.agent.link.computation import Kind
+from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe.attachment import Attachment
-from perseus.agent.probe.exchange import LocalExchange
+from perseus.agent.probe.exchange import ExecutedOrder, LocalExchange
 from perseus.agent.probe.placement import Placement
+
+
+def _noting(name: str) -> Any:
+    """Return a method that records its call under a name."""
+
+    def note(self: "MarksStub", *arguments: Any) -> None:
+        self.note(name, *arguments)
+
+    return note
 
 
 class MarksStub:
@@ -17,39 +27,22 @@ class MarksStub:
         self.failing = ""
         self.failure: Exception | None = None
 
+    begin_iteration = _noting("begin_iteration")
+    end_iteration = _noting("end_iteration")
+    begin_computation = _noting("begin")
+    end_computation = _noting("end")
+    begin_wait = _noting("begin_wait")
+    end_wait = _noting("end_wait")
+    report_unmarked = _noting("unmarked")
+    finish = _noting("finish")
+    close = _noting("close")
+
     def register(self, **arguments: Any) -> bool:
-        self._note("register")
+        self.note("register")
         self.registered.append(arguments)
         return True
 
-    def begin_iteration(self) -> None:
-        self._note("begin_iteration")
-
-    def end_iteration(self) -> None:
-        self._note("end_iteration")
-
-    def begin_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
-        self._note("begin", kind, microbatch, chunk)
-
-    def end_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
-        self._note("end", kind, microbatch, chunk)
-
-    def begin_wait(self) -> None:
-        self._note("begin_wait")
-
-    def end_wait(self) -> None:
-        self._note("end_wait")
-
-    def report_unmarked(self, message: str) -> None:
-        self._note("unmarked", message)
-
-    def finish(self) -> None:
-        self._note("finish")
-
-    def close(self) -> None:
-        self._note("close")
-
-    def _note(self, name: str, *arguments: Any) -> None:
+    def note(self, name: str, *arguments: Any) -> None:
         if name == self.failing:
             raise self.failure or RuntimeError(f"{name} fails")
         self.calls.append((name, *arguments))
@@ -66,3 +59,24 @@ def iteration_of(*computations: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     for kind, microbatch, *chunk in computations:
         marks += [(edge, kind, microbatch, *(chunk or [0])) for edge in ("begin", "end")]
     return [*marks, ("end_iteration",)]
+
+
+ALONE = Placement(pipeline=0, pipeline_count=3, stage=0, stage_count=2, tensor=0, tensor_count=4)
+ORDER = (Computation(Kind.FORWARD, 0), Computation(Kind.BACKWARD, 0))
+OTHER = ExecutedOrder(1, ORDER)
+
+
+def beside(*others: ExecutedOrder) -> LocalExchange:
+    """An exchange with other stages, which have posted their orders."""
+    exchange = LocalExchange()
+    for other in others:
+        exchange.post("first", other)
+    return exchange
+
+
+def train(attachment: Attachment, order: Sequence[Computation] = ORDER) -> None:
+    attachment.begin_iteration()
+    for each in order:
+        attachment.begin(each.kind, each.microbatch, each.chunk)
+        attachment.end(each.kind, each.microbatch, each.chunk)
+    attachment.end_iteration()

@@ -16,9 +16,8 @@ from perseus.agent.probe.attachment import Attachment, never_raises, stands_asid
 from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.marks import UnmarkableError
 from perseus.agent.probe.placement import Placement
-from tests.agent.marks_stub import MarksStub
+from tests.agent.marks_stub import ALONE, OTHER, MarksStub, beside, train
 from tests.agent.probe.agent_stub import AgentStub, connect
-from tests.agent.probe.attached import ALONE, OTHER, beside, train
 
 
 def test_computations_outside_of_iterations_are_not_marked(marks: MarksStub) -> None:

@@ -3,23 +3,22 @@
 import itertools
 import logging
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.agent.link.computation import Kind, Rank
-from perseus.agent.probe.agent_connection import AgentConnection
+from perseus.agent.link.computation import Kind
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.device_marks import SLEW, DeviceMarks
 from perseus.agent.probe.marks import UnmarkableError
+from tests.agent.marks_stub import MarksStub
+from tests.agent.probe.agent_stub import AgentStub
 
 
 class SpoiltError(RuntimeError):
@@ -86,53 +85,18 @@ class Event:
         return end_event.at_ms - self.at_ms
 
 
-class ProbeStub(Probe):
-    """Records its marks; without an agent only the number of iterations begun."""
+class ProbeStub(MarksStub):
+    """Without an agent it only counts the iterations begun."""
 
     def __init__(self, *, is_connected: bool = True) -> None:
-        self.marks: list[tuple[Any, ...]] = []
-        self.has_agent = is_connected
+        super().__init__()
+        self.is_connected = is_connected
         self.begun_count = 0
-        self.stage_work: list[str] = []
-        self.stage_layers: list[list[int]] = []
 
-    @property
-    def is_connected(self) -> bool:
-        return self.has_agent
-
-    def begin_iteration(self, time_ns: int | None = None, **_: Any) -> None:
+    def begin_iteration(self, *time_ns: int) -> None:
         self.begun_count += 1
-        if self.has_agent:
-            self.marks.append(("begin iteration", time_ns))
-
-    def end_iteration(self, *time_ns: Any, **_: Any) -> None:
-        self.marks.append(("end iteration", *time_ns))
-
-    def begin_computation(self, *mark: Any, **_: Any) -> None:
-        self.marks.append(("begin", *mark))
-
-    def end_computation(self, *mark: Any, **_: Any) -> None:
-        self.marks.append(("end", *mark))
-
-    def begin_wait(self, *time_ns: Any, **_: Any) -> None:
-        self.marks.append(("begin wait", *time_ns))
-
-    def end_wait(self, *time_ns: Any, **_: Any) -> None:
-        self.marks.append(("end wait", *time_ns))
-
-    def register(self, **arguments: Any) -> bool:
-        self.marks.append(("register", arguments["stage_count"]))
-        self.stage_work, self.stage_layers = arguments["stage_work"], arguments["stage_layers"]
-        return True
-
-    def report_unmarked(self, message: str) -> None:
-        self.marks.append(("unmarked", message))
-
-    def finish(self) -> None:
-        self.marks.append(("finish",))
-
-    def close(self) -> None:
-        self.marks.append(("close",))
+        if self.is_connected:
+            self.note("begin_iteration", *time_ns)
 
 
 def bench(
@@ -140,30 +104,21 @@ def bench(
 ) -> tuple[Device, ProbeStub, DeviceMarks]:
     """Return a device, a probe, and marks from the one to the other; `more`: of the device."""
     device, probe = Device(times_ms, **more), ProbeStub(is_connected=is_connected)
-    marks = DeviceMarks(probe, device, has_helper=has_helper, monotonic_ns=device.monotonic_ns)
-    return device, probe, marks
+    return device, probe, between(probe, device, has_helper=has_helper)
 
 
-def launch_iteration(marks: DeviceMarks) -> None:
+def between(probe: Any, device: Device, *, has_helper: bool = False) -> DeviceMarks:
+    return DeviceMarks(probe, device, has_helper=has_helper, monotonic_ns=device.monotonic_ns)
+
+
+def launch_iteration(marks: DeviceMarks, *, has_wait: bool = False) -> None:
     marks.begin_iteration()
     marks.begin_computation(Kind.FORWARD, 3, 1)
+    if has_wait:
+        marks.begin_wait()
+        marks.end_wait()
     marks.end_computation(Kind.FORWARD, 3, 1)
     marks.end_iteration()
-
-
-def test_waits_are_marked_at_the_device_s_times() -> None:
-    device, probe, marks = bench([100.0, 110.0, 120.0, 130.0, 150.0, 160.0])
-    marks.begin_iteration()
-    marks.begin_computation(Kind.FORWARD, 0, 0)
-    marks.begin_wait()
-    marks.end_wait()
-    marks.end_computation(Kind.FORWARD, 0, 0)
-    marks.end_iteration()
-    device.now_ms = 200.0
-    marks.poll()
-    times_ns = {mark[0]: mark[-1] for mark in probe.marks}
-    assert times_ns["end wait"] - times_ns["begin wait"] == pytest.approx(10e6)
-    assert times_ns["end"] - times_ns["begin"] == pytest.approx(40e6)
 
 
 def test_marks_have_device_times_not_host_times() -> None:
@@ -171,29 +126,29 @@ def test_marks_have_device_times_not_host_times() -> None:
     launch_iteration(marks)
     launch_iteration(marks)  # the host runs ahead
     marks.poll()
-    assert not probe.marks, "the device has done nothing yet"
+    assert not probe.calls, "the device has done nothing yet"
     device.now_ms = 100.25
     marks.poll()
-    assert probe.marks == [("begin iteration", 5_100_250_000)], "found a quarter of a millisecond late"
+    assert probe.calls == [("begin_iteration", 5_100_250_000)], "found a quarter of a millisecond late"
     device.now_ms = 130.5
     marks.poll()
-    assert probe.marks[1:] == [("begin", Kind.FORWARD, 3, 1, 5_110_250_000)], "the end would lie ahead"
+    assert probe.calls[1:] == [("begin", Kind.FORWARD, 3, 1, 5_110_250_000)], "the end would lie ahead"
     device.now_ms = 151.5
     marks.poll()
-    assert probe.marks[2:] == [
+    assert probe.calls[2:] == [
         ("end", Kind.FORWARD, 3, 1, 5_130_750_000),
-        ("end iteration", 5_140_250_000),
+        ("end_iteration", 5_140_250_000),
         # The poll at 130.5 ms was not late at all; the clocks may have drifted by 0.1 µs per millisecond
         # since.
-        ("begin iteration", 5_150_001_950),
+        ("begin_iteration", 5_150_001_950),
         ("begin", Kind.FORWARD, 3, 1, 5_151_001_950),
     ], "an iteration has one anchor, and the next has its own"
     marks.close()
-    assert probe.marks[-1] == ("close",)
+    assert probe.calls[-1] == ("close",)
 
 
 @given(
-    st.lists(st.floats(0.0, 50.0), min_size=16, max_size=16),
+    st.lists(st.floats(0.0, 50.0), min_size=24, max_size=24),
     st.lists(st.floats(0.0, 20.0), min_size=1, max_size=60),
 )
 def test_every_mark_is_sent_once_in_order_and_durations_are_exact_but_for_catching_up(
@@ -202,15 +157,16 @@ def test_every_mark_is_sent_once_in_order_and_durations_are_exact_but_for_catchi
     times_ms = [sum(gaps_ms[: index + 1]) for index in range(len(gaps_ms))]
     device, probe, marks = bench(times_ms)
     for _ in range(4):
-        launch_iteration(marks)
+        launch_iteration(marks, has_wait=True)
     for step_ms in [*looks_ms, 1000.0]:
         device.now_ms += step_ms
         marks.poll()
-        assert all(mark[-1] <= device.monotonic_ns() for mark in probe.marks), "no mark is in the future"
-    assert len(probe.marks) == 16
-    for first in range(0, 16, 4):
-        iteration, measured_ms = probe.marks[first : first + 4], times_ms[first : first + 4]
-        assert [mark[0] for mark in iteration] == ["begin iteration", "begin", "end", "end iteration"]
+        assert all(mark[-1] <= device.monotonic_ns() for mark in probe.calls), "no mark is in the future"
+    assert len(probe.calls) == 24
+    names = ["begin_iteration", "begin", "begin_wait", "end_wait", "end", "end_iteration"]
+    for first in range(0, 24, 6):
+        iteration, measured_ms = probe.calls[first : first + 6], times_ms[first : first + 6]
+        assert [mark[0] for mark in iteration] == names
         found_ms = [(mark[-1] - iteration[0][-1]) / 1e6 for mark in iteration]
         for found, at_ms in zip(found_ms, measured_ms, strict=True):
             assert (1 - SLEW) * (at_ms - measured_ms[0]) - 1e-5 <= found <= at_ms - measured_ms[0] + 1e-5
@@ -232,22 +188,22 @@ def test_the_helper_sends_marks_and_finishing_waits_for_the_device() -> None:
         waits=False,
     )
     deadline_s = time.monotonic() + 5
-    while len(probe.marks) < 2 and time.monotonic() < deadline_s:
+    while len(probe.calls) < 2 and time.monotonic() < deadline_s:
         time.sleep(0.001)
     device.now_ms = 3.0
     marks.finish()
     marks.close()
-    names = [mark[0] for mark in probe.marks]
-    assert sorted(names[:2]) == ["begin iteration", "register"]
-    assert (probe.stage_work, probe.stage_layers) == (["12 layers"], [[12]])
-    assert names[2:] == ["begin", "end", "end iteration", "finish", "close"]
+    names = [mark[0] for mark in probe.calls]
+    assert sorted(names[:2]) == ["begin_iteration", "register"]
+    assert [each["stage_layers"] for each in probe.registered] == [[[12]]]
+    assert names[2:] == ["begin", "end", "end_iteration", "finish", "close"]
 
 
 def test_the_wait_for_a_stuck_device_is_bounded() -> None:
     _device, probe, marks = bench([0.0, 1e9, 1e9, 1e9], has_helper=True)
     launch_iteration(marks)
     marks.finish()  # without a bound it would never return
-    assert probe.marks[-1] == ("finish",)
+    assert probe.calls[-1] == ("finish",)
 
 
 @pytest.mark.parametrize("failing", ["query", "enter_helper"])
@@ -257,8 +213,8 @@ def test_a_device_that_fails_ends_the_marks_and_nothing_else(
     """A device error, or a driver with which the helper might spoil captures."""
     device, probe, marks = bench([0.0] * 8, has_helper=True, failing=failing)
     launch_iteration(marks)
-    until(lambda: bool(probe.marks))
-    assert probe.marks == [("close",)], "the agent brings the GPU back to stock"
+    until(lambda: bool(probe.calls))
+    assert probe.calls == [("close",)], "the agent brings the GPU back to stock"
     recorded_count = device.recorded_count
     launch_iteration(marks)
     marks.finish()
@@ -277,20 +233,20 @@ def test_the_helper_may_close_the_marks_itself() -> None:
             marks.close()
 
     probe = ProbeStub()
-    marks = DeviceMarks(probe, Collecting([0.0] * 4))
+    marks = between(probe, Collecting([0.0] * 4), has_helper=True)
     marks.report_unmarked("in eval()")
     launch_iteration(marks)
     until(lambda: all(each.name != "perseus-marks" for each in threading.enumerate()))
-    assert probe.marks == [("unmarked", "in eval()"), ("close",)]
+    assert probe.calls == [("unmarked", "in eval()"), ("close",)]
 
 
 def test_captures_by_other_code_are_not_spoilt() -> None:
     device, probe, marks = bench([0.0, 1.0, 2.0, 3.0], now_ms=1.0, is_capture_on=True, has_helper=True)
     launch_iteration(marks)
-    until(lambda: bool(probe.marks))
+    until(lambda: bool(probe.calls))
     device.now_ms = 10.0
     marks.finish()
-    assert [mark[0] for mark in probe.marks] == ["begin iteration", "begin", "end", "end iteration", "finish"]
+    assert [mark[0] for mark in probe.calls] == ["begin_iteration", "begin", "end", "end_iteration", "finish"]
     assert device.spoilt_count == 0
     assert threading.get_ident() not in device.relaxed_threads, "the trainer's mode is the trainer's"
 
@@ -320,7 +276,7 @@ def test_captured_computations_are_left_out_and_logged_once(
         marks.end_iteration()
     device.now_ms = 7.0
     marks.poll()
-    assert [mark[:2] for mark in probe.marks if mark[0] == "begin"] == 2 * [("begin", Kind.BACKWARD)]
+    assert [mark[:2] for mark in probe.calls if mark[0] == "begin"] == 2 * [("begin", Kind.BACKWARD)]
     assert len(caplog.records) == 1
 
 
@@ -331,16 +287,19 @@ def test_captured_computations_are_left_out_and_logged_once(
 )
 def test_lateness_is_that_of_the_promptest_polls(late_ms: list[float], drift: float) -> None:
     late_ms[3] = 0.05
-    device, probe = Device([10.0 * index for index in range(40)]), ProbeStub()
-    marks = DeviceMarks(
-        probe, device, has_helper=False, monotonic_ns=lambda: round(1e6 * device.now_ms * (1 + drift))
-    )
+
+    class Drifting(Device):
+        def monotonic_ns(self) -> int:
+            return round(1e6 * self.now_ms * (1 + drift))
+
+    device, probe = Drifting([10.0 * index for index in range(40)]), ProbeStub()
+    marks = between(probe, device)
     for _ in range(10):
         launch_iteration(marks)
     for index, late in enumerate(late_ms):
         device.now_ms = 10.0 * index + late
         marks.poll()
-    begins_ns = [mark[-1] for mark in probe.marks if mark[0] == "begin iteration"]
+    begins_ns = [mark[-1] for mark in probe.calls if mark[0] == "begin_iteration"]
     for iteration, begun_ns in list(enumerate(begins_ns))[1:]:
         late_by_ms = begun_ns / 1e6 - 40.0 * iteration * (1 + drift)
         assert -0.001 <= late_by_ms <= 0.05 + 2e-4 * 300
@@ -355,7 +314,7 @@ def test_a_late_first_poll_wears_off_though_the_device_never_pauses() -> None:
     for now_ms in (6.0, *(each + 0.05 for each in times_ms[1:]), 8100.0):
         device.now_ms = now_ms
         marks.poll()
-    found_ms = [(mark[-1] - device.host_ahead_ns) / 1e6 for mark in probe.marks]
+    found_ms = [(mark[-1] - device.host_ahead_ns) / 1e6 for mark in probe.calls]
     late_ms = [found - at for found, at in zip(found_ms, times_ms, strict=True)]
     assert late_ms[0] == 6.0
     assert max(late_ms[-40:]) < 0.06
@@ -374,9 +333,9 @@ def test_no_anchor_is_before_it_was_recorded_nor_before_the_mark_that_precedes_i
     launch_iteration(marks)
     device.now_ms = 53.0
     marks.poll()
-    begins_ns = [mark[-1] for mark in probe.marks if mark[0] == "begin iteration"]
+    begins_ns = [mark[-1] for mark in probe.calls if mark[0] == "begin_iteration"]
     assert begins_ns[1] >= device.host_ahead_ns + 45_000_000
-    times_ns = [mark[-1] for mark in probe.marks]
+    times_ns = [mark[-1] for mark in probe.calls]
     assert times_ns == sorted(times_ns)
 
 
@@ -388,7 +347,7 @@ def test_events_are_reused() -> None:
         marks.poll()
     device.now_ms = 1e6
     marks.poll()
-    assert len(probe.marks) == 4000
+    assert len(probe.calls) == 4000
     assert len(device.made) <= 120
 
 
@@ -397,7 +356,7 @@ def test_without_an_agent_nothing_is_recorded_and_no_thread_runs() -> None:
     threads_before = threading.active_count()
     for _ in range(3):
         launch_iteration(marks)
-    assert (probe.begun_count, probe.marks, device.made) == (3, [], [])
+    assert (probe.begun_count, probe.calls, device.made) == (3, [], [])
     assert threading.active_count() == threads_before
     marks.finish()
     marks.close()
@@ -406,42 +365,35 @@ def test_without_an_agent_nothing_is_recorded_and_no_thread_runs() -> None:
 def test_an_agent_that_starts_later_gets_marks_and_a_lost_one_none() -> None:
     device, probe, marks = bench([float(time_ms) for time_ms in range(16)], is_connected=False)
     launch_iteration(marks)
-    probe.has_agent = True
+    probe.is_connected = True
     launch_iteration(marks)
     device.now_ms = 1.0
     marks.poll()
-    assert [mark[0] for mark in probe.marks] == ["begin iteration", "begin"]
+    assert [mark[0] for mark in probe.calls] == ["begin_iteration", "begin"]
     launch_iteration(marks)
-    probe.has_agent = False
+    probe.is_connected = False
     launch_iteration(marks)
     assert probe.begun_count == 4, "every iteration has its number, even those that were not sent"
     assert device.recorded_count == 8
     marks.poll()
-    assert len(probe.marks) == 2
-    probe.has_agent = True
+    assert len(probe.calls) == 2
+    probe.is_connected = True
     launch_iteration(marks)
     device.now_ms = 11.0
     marks.poll()
     assert probe.begun_count == 5
-    assert probe.marks[2] == ("begin iteration", device.host_ahead_ns + 8_000_000)
-    assert len(probe.marks) == 6
+    assert probe.calls[2] == ("begin_iteration", device.host_ahead_ns + 8_000_000)
+    assert len(probe.calls) == 6
 
 
-def test_it_wraps_a_real_probe(tmp_path: Path) -> None:
-    """The test checks that given times are used unchanged."""
-    device = Device([0.0, 1.0, 2.0, 3.0])
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    theirs.setblocking(False)
-    rank = Rank("job", 0, 0, 0)
-    probe = Probe(rank, AgentConnection(rank, "nowhere", lambda: b"", ours))
-    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
-    launch_iteration(marks)
-    device.now_ms = 3.0
+def test_a_real_probe_sends_the_given_times(agent: AgentStub, probe: Probe) -> None:
+    device = Device([0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    marks = between(probe, device)
+    launch_iteration(marks, has_wait=True)
+    device.now_ms = 5.0
     marks.poll()
-    times_ns = [int.from_bytes(theirs.recv(64)[-8:], "little") for _ in range(4)]
-    assert times_ns == [5_000_000_000, 5_001_000_000, 5_002_000_000, 5_003_000_000]
-    marks.close()
-    theirs.close()
+    times_ns = [getattr(mark, "time_ns") for mark in agent.marks()]  # noqa: B009 - of whatever type
+    assert times_ns == [5_000_000_000 + 1_000_000 * number for number in range(6)]
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -11,8 +11,7 @@ from perseus.agent.probe.exchange import ExecutedOrder, LocalExchange, decode_or
 from perseus.agent.probe.job_order import paths_through, table_if_any
 from perseus.agent.probe.placement import Placement
 from perseus.agent.probe.stage_work import StageWork
-from tests.agent.marks_stub import MarksStub
-from tests.agent.probe.attached import ALONE, ORDER, OTHER, beside, train
+from tests.agent.marks_stub import ALONE, ORDER, OTHER, MarksStub, beside, train
 
 
 def test_the_first_iteration_registers_the_job_as_it_was_executed(marks: MarksStub) -> None:

@@ -151,7 +151,7 @@ def losses_in(folder: Path) -> list[list[str]]:
     return [path.read_text().splitlines() for path in sorted(folder.glob("losses-*"))]
 
 
-def check_losses(case: Case, attached: TrainerTask, **more: Any) -> None:
+def check_losses(case: Case, attached: TrainerTask) -> None:
     """Train as many iterations without Perseus, and compare the losses bit for bit.
 
     A kill may come before one pipeline's losses of the last iteration are written, and after another's.
@@ -163,7 +163,7 @@ def check_losses(case: Case, attached: TrainerTask, **more: Any) -> None:
     assert max(map(len, losses)) <= count + 1
     assert losses[0][0] != losses[0][count - 1], "it did train"
     alone = folder.with_name(f"{folder.name}-alone")
-    case.train(case.task(alone, **{"iteration_count": count, "layers": attached.layers, **more}))
+    case.train(case.task(alone, iteration_count=count, layers=attached.layers))
     assert losses_in(alone) == [each[:count] for each in losses]
 
 

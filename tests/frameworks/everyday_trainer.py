@@ -2,14 +2,12 @@
 
 The task's schedule names the framework and how its two ranks share the model: `transformers ddp`, `lightning
 fsdp2` and so on. Every training accumulates gradients over two microbatches in bfloat16, evaluates, saves a
-checkpoint and is resumed from it by another trainer; if a "failure" is planted, an exception ends it.
-
-With agents, `until_it_has_failed` trains.
+checkpoint and is resumed from it by another trainer; if a "failure" is planted, an exception ends it, and
+Transformers' trainer trains once more.
 """
 
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -23,18 +21,15 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 
 from perseus.agent.probe.marks import Connect
 from perseus.agent.torch import attach_model, stepping
 from perseus.agent.transformers import PerseusCallback
-from perseus.demo.trainer import STOP_FILE
-from perseus.emulation.gpu import EmulatedGpu
-from tests.frameworks.trainers import CAUGHT_FILE, FAIL_FILE, Rank, main
+from tests.frameworks.trainers import Rank, main
 
 VOCABULARY, WIDTH, LENGTH, BATCH, ACCUMULATED = 64, 16, 8, 2, 2
 ITERATIONS, SAVED_AFTER = 4, 2
-BUDGET_PERCENT = 20.0
 
 
 class PlantedError(Exception):
@@ -123,7 +118,7 @@ def transformers_trainer(wrapping: str, folder: Path, connect: Connect | None, *
         bf16=True,
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=ACCUMULATED,
-        num_train_epochs=more.pop("epochs", 1),
+        num_train_epochs=1,
         ddp_find_unused_parameters=False,
         logging_steps=1,
         eval_strategy="steps",
@@ -139,9 +134,7 @@ def transformers_trainer(wrapping: str, folder: Path, connect: Connect | None, *
         shard_on_cpus(trainer.accelerator)
         trainer.is_fsdp_enabled = True
     if connect is not None:
-        trainer.add_callback(
-            PerseusCallback(trainer, job_id="job", connect=connect, max_slowdown_percent=BUDGET_PERCENT)
-        )
+        trainer.add_callback(PerseusCallback(trainer, job_id="job", connect=connect))
     return trainer
 
 
@@ -149,6 +142,11 @@ def train_transformers(wrapping: str, folder: Path, connect: Connect | None, *, 
     trainer = transformers_trainer(wrapping, folder, connect, fails_at=ACCUMULATED + 1 if fails else -1)
     with suppress(PlantedError):
         trainer.train()
+    if fails:
+        check_untouched(trainer.model_wrapped, trainer.optimizer)
+        trainer.fails_at = -1
+        trainer.train()
+        assert any("perseus_energy_saved_percent" in entry for entry in trainer.state.log_history)
     trainers = [trainer]
     if not fails and wrapping == "ddp":
         trainers.append(transformers_trainer(wrapping, folder, connect))
@@ -158,46 +156,6 @@ def train_transformers(wrapping: str, folder: Path, connect: Connect | None, *, 
         assert "log" not in vars(each)
     evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     return [*(loss for each in trainers for loss in each.losses), *evaluated]
-
-
-def until_it_has_failed(rank: Rank) -> None:
-    """Train under an agent until a file demands a failure, check the GPU, and train again until the end.
-
-    The failure comes once the trainer's log has the job's saving, and is caught.
-    """
-    task = rank.task
-    connect = rank.attach_arguments(rank.number, 0)["connect"]
-    gpu = EmulatedGpu(Path(task.gpu_files[rank.number][0]))
-    fails, is_caught, stops = (Path(task.run_dir, name) for name in (FAIL_FILE, CAUGHT_FILE, STOP_FILE))
-
-    class Deciding(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            logged = [entry.get("perseus_energy_saved_percent", 0.0) for entry in state.log_history]
-            is_due = stops.exists() if is_caught.exists() else fails.exists() and max(logged, default=0.0) > 0
-            if not rank.hears(is_due):
-                return
-            if not is_caught.exists():
-                raise PlantedError
-            control.should_training_stop = True
-
-    trainer = transformers_trainer(
-        "ddp", Path(task.folder, "model"), connect, epochs=1000, callbacks=[Deciding()]
-    )
-    trainer.args.eval_strategy = trainer.args.save_strategy = "no"
-    for is_again in (False, True):
-        with suppress(PlantedError):
-            trainer.train()
-            assert is_again
-        check_untouched(trainer.model_wrapped, trainer.optimizer)
-        until_s = time.monotonic() + 60
-        while gpu.sm_clock_mhz() != max(gpu.supported_clocks_mhz):
-            assert time.monotonic() < until_s, "the GPU has to return to stock while this process lives"
-            time.sleep(0.05)
-        distributed.barrier()
-        if rank.number == 0:
-            is_caught.touch()
-        distributed.barrier()
-    gpu.close()
 
 
 # --- Accelerate ---------------------------------------------------------------------------------------------
@@ -329,9 +287,6 @@ def train(rank: Rank) -> None:
     """Train one rank."""
     os.environ["ACCELERATE_USE_CPU"] = "true"
     task = rank.task
-    if task.sockets:
-        until_it_has_failed(rank)
-        return
     framework, wrapping = task.schedule.split()
     connect = rank.attach_arguments(rank.number, 0)["connect"] if task.is_attached else None
     fails = task.planted == "failure"

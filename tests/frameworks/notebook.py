@@ -2,63 +2,43 @@
 
 from typing import Any
 
-from perseus.agent.link.computation import Computation, Kind
+from perseus.agent.link.packets import Saving
+from tests.agent.marks_stub import MarksStub, iteration_of
 
 Identity = tuple[int, int, int]
 """(kind, microbatch, chunk) of a computation, as numbers on the wire."""
 
 
-class Notebook:
-    """Keeps marks and the registration (implements `Marks`)."""
+class Notebook(MarksStub):
+    """Keeps marks and the registration (implements `Marks`), and knows of a saving."""
 
-    def __init__(self) -> None:
-        self.registration: dict[str, Any] = {}
-        self.iterations: list[list[Identity]] = []
-        self.open: Identity | None = None
-        self.is_finished = self.is_closed = False
-
-    def notes(self) -> dict[str, Any]:
-        """Return all of it, for a file."""
-        left = {"is_finished": self.is_finished, "is_closed": self.is_closed}
-        return {"registration": self.registration, "iterations": self.iterations, **left}
-
-    def register(self, **arguments: Any) -> bool:
-        orders: list[tuple[Computation, ...]] = arguments["schedule"]
-        self.registration = {
-            "orders": [[(int(c.kind), c.microbatch, c.chunk) for c in order] for order in orders],
-            **{name: arguments[name] for name in ("paths", "stage_work", "stage_layers")},
-        }
-        return True
-
-    def begin_iteration(self) -> None:
-        self.iterations.append([])
-
-    def end_iteration(self) -> None:
-        assert self.open is None
-
-    def begin_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
-        assert self.open is None
-        self.open = (int(kind), microbatch, chunk)
-        self.iterations[-1].append(self.open)
-
-    def end_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
-        assert self.open == (int(kind), microbatch, chunk)
-        self.open = None
-
-    def begin_wait(self) -> None:
-        assert self.open is not None
-
-    end_wait = begin_wait
-
-    def report_unmarked(self, message: str) -> None:
-        raise AssertionError(message)
-
-    def finish(self) -> None:
-        self.is_finished = True
-
-    def close(self) -> None:
-        self.is_closed = True
+    saving = Saving(10.0, 0.0)
 
     def connect(self, **_arguments: Any) -> "Notebook":
         """Replace `Probe.connect` for `attach`."""
         return self
+
+    def notes(self) -> dict[str, Any]:
+        """Return all of it, for a file. `is_whole`: all that began has ended, one after another."""
+        beside = ("register", "begin_wait", "end_wait", "finish", "close")
+        marks = [call for call in self.calls if call[0] not in beside]
+        iterations: list[list[Identity]] = []
+        for name, *computation in marks:
+            if name == "begin_iteration":
+                iterations.append([])
+            elif name == "begin":
+                kind, microbatch, chunk = map(int, computation)
+                iterations[-1].append((kind, microbatch, chunk))
+        registration: dict[str, Any] = {}
+        for arguments in self.registered:
+            orders = [
+                [(int(c.kind), c.microbatch, c.chunk) for c in order] for order in arguments["schedule"]
+            ]
+            more = {name: arguments[name] for name in ("paths", "stage_work", "stage_layers")}
+            registration = {"orders": orders, **more}
+        return {
+            "registration": registration,
+            "iterations": iterations,
+            "is_whole": marks == [mark for each in iterations for mark in iteration_of(*each)],
+            "ends": [call[0] for call in self.calls if call[0] in ("finish", "close")],
+        }

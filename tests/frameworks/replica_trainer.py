@@ -1,12 +1,9 @@
 """Train a tiny model on CPUs with data-parallel ranks, without pipelines: `-m …replica_trainer TASK…`.
 
 The task's schedule sets how they share it: `ddp` (a whole replica each, `DistributedDataParallel`), `fsdp2`
-(a shard each, `fully_shard`) or `hsdp` (the same, over two replicas). `ddp-children` has other processes:
-each rank loads its data in a spawned one, and in each iteration forks one and kills it.
+(a shard each, `fully_shard`) or `hsdp` (the same, over two replicas).
 """
 
-import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
 
 from perseus.agent.torch import attach_model
 from tests.frameworks.trainers import Rank, main
@@ -60,30 +56,8 @@ def sharded(replica_count: int = 1) -> tuple[nn.Module, Reducing]:
     return model, reducing
 
 
-class Inputs(Dataset[torch.Tensor]):  # type: ignore[misc]
-    """Every microbatch of a rank's inputs, computed in the loader's process."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1000 * self._rank + index))
-
-
-def kill_a_child() -> None:
-    """Fork a child, and kill it."""
-    if (child := os.fork()) == 0:
-        signal.pause()
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-
-
 WRAPPINGS: Mapping[str, Callable[[], tuple[nn.Module, Reducing]]] = {
     "ddp": replicated,
-    "ddp-children": replicated,
     "fsdp2": sharded,
     "hsdp": lambda: sharded(replica_count=2),
 }
@@ -95,20 +69,14 @@ def train(rank: Rank) -> None:
     torch.manual_seed(0)
     model, reducing = WRAPPINGS[task.schedule]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    loaded: Iterator[torch.Tensor] | None = None
-    if task.schedule == "ddp-children":
-        loader = DataLoader(Inputs(number), batch_size=None, num_workers=1, multiprocessing_context="spawn")
-        loaded = iter(loader)
     with rank.attached(partial(attach_model, model, optimizer), number, 0):
         for iteration in rank.iterations(task.iteration_count):
             generator = torch.Generator().manual_seed(1000 * number + iteration)
             losses = []
             for microbatch in range(task.microbatch_count):
-                inputs = next(loaded) if loaded else torch.randn(BATCH, WIDTH, generator=generator)
+                inputs = torch.randn(BATCH, WIDTH, generator=generator)
                 with reducing(microbatch == task.microbatch_count - 1):
                     loss = functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True))
-                    if loaded and microbatch == 0:
-                        kill_a_child()
                     loss.backward()
                 losses.append(loss.item())
             distributed.barrier()  # as for clipping

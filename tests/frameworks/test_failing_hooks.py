@@ -108,12 +108,3 @@ def test_training_continues_with_equal_losses_and_the_log_has_rank_and_reason(
             why = re.search(r"training continues at stock clocks: (rank|stage) 1: (.+)", logs[0])
             assert why is not None, task.planted
             assert why[2] in ("planted", "its order is missing"), task.planted
-
-
-def test_a_caught_error_of_a_step_on_one_rank_blocks_no_rank(tmp_path: Path) -> None:
-    alone = PIPELINES.task(tmp_path / "alone", iteration_count=ITERATIONS)
-    attached = PIPELINES.task(
-        tmp_path / "attached", iteration_count=ITERATIONS, planted="step", planted_ranks=[1]
-    )
-    PIPELINES.train(alone, attached)
-    assert losses_in(tmp_path / "attached") == losses_in(tmp_path / "alone")

@@ -31,8 +31,8 @@ from tests.frameworks.cases import (
     one_chunk,
     whole_model,
 )
-from tests.frameworks.real_run import PLAN_TIMEOUT_S, STEP_TIMEOUT_S, real_run
-from tests.frameworks.trainers import CAUGHT_FILE, FAIL_FILE, TrainerTask
+from tests.frameworks.real_run import PLAN_TIMEOUT_S, real_run
+from tests.frameworks.trainers import TrainerTask
 from tests.frameworks.versions import NEWEST_TORCH, skip_unless_there
 
 pytestmark = [pytest.mark.slow("trains for real, with the framework"), pytest.mark.timeout(900)]
@@ -112,10 +112,6 @@ async def test_a_pipeline_is_planned(case: Case, expected: Orders | None, tmp_pa
         # 5 and 10 ms, between updates of a counter every 100 ms
         pytest.param(replace(DATA_PARALLEL, forward_s=0.005, backward_s=0.01, pipeline_count=2), id="DDP"),
         pytest.param(replace(FULLY_SHARDED, forward_s=0.005, backward_s=0.01), id="FSDP2"),
-        nightly(
-            replace(DATA_PARALLEL, schedule="ddp-children", pipeline_count=2),
-            name="DDP, loaders spawned, forked children killed",
-        ),
         nightly(replace(FULLY_SHARDED, schedule="hsdp", pipeline_count=4), name="HSDP"),
     ],
 )
@@ -156,22 +152,6 @@ async def test_a_straggling_replica_is_detected_and_answered(case: Case, tmp_pat
         job = await run.planned_job()
         assert job.planned_iteration_time_s[0] > 1.15 * job.t_min_s, "the others take the time that there is"
     check_losses(case, run.task)
-
-
-async def test_a_caught_failure_leaves_the_gpu_at_stock_and_training_begins_again(tmp_path: Path) -> None:
-    """Transformers' trainer checks its GPU and its own log, which contains what the plan saves."""
-    async with real_run(Case("everyday", "job", pipeline_count=2), tmp_path) as run:
-        await run.until_planned()
-        folder = Path(run.task.run_dir)
-        (folder / FAIL_FILE).touch()
-        observer = run.observer
-        await observer.until("the failure", (folder / CAUGHT_FILE).exists, STEP_TIMEOUT_S)
-        first = observer.next_whole_iteration
-        await observer.until(
-            "iterations after the failure", lambda: observer.next_whole_iteration > first + 5, STEP_TIMEOUT_S
-        )
-        assert observer.state == job_pb2.JOB_STATE_PLANNED
-    assert "perseus_energy_saved_percent" in (tmp_path / "logs" / "trainers.log").read_text()
 
 
 @of_another_layout

@@ -1,9 +1,8 @@
-"""A training that restarts repeatedly, each time with a random change, and one that changes itself."""
+"""A training that restarts repeatedly, each time with a random change."""
 
 import asyncio
 import random
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -21,7 +20,7 @@ from perseus.demo.trainer import STOP_FILE
 from perseus.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, rank_pb2
 from tests.frameworks.cases import Case, check_losses, losses_in
 from tests.frameworks.real_run import PLAN_TIMEOUT_S, STEP_TIMEOUT_S, services, until_at_stock
-from tests.frameworks.trainers import RAMP_FILE, TrainerTask
+from tests.frameworks.trainers import TrainerTask
 
 pytestmark = [
     pytest.mark.slow("trains for real, with the framework"),
@@ -74,33 +73,21 @@ class Job:
         self._folder = folder
         self._jobs = job_service_pb2_grpc.JobServiceStub(channel)
 
-    async def launch(self, name: str, launch: Launch, ramp: int | None = None) -> None:
-        """Train a launch and end it, then train as much again without Perseus to compare the losses.
-
-        `ramp`: another number of microbatches, with which it goes on once it is planned.
-        """
+    async def launch(self, name: str, launch: Launch) -> None:
+        """Train a launch and end it, then train as much again without Perseus to compare the losses."""
         case, folder = launch.case, self._folder / name
-        legs = [] if ramp is None else [(ramp, 0)]
-        task = case.under(self._cluster, folder, folder, layers=case.stage_weights, ramp=legs)
+        task = case.under(self._cluster, folder, folder, layers=case.stage_weights)
         trainers = Process(self._folder / f"{name}.log", *case.command(task))
         trainers.launch()
         try:
             await self._until_enough(launch, task)
-            if ramp is not None:
-                (folder / RAMP_FILE).touch()
-                await self._until_enough(launch, replace(task, microbatch_count=ramp))
             if not launch.is_killed:
                 (folder / STOP_FILE).touch()
                 assert await asyncio.to_thread(trainers.wait, STEP_TIMEOUT_S) == 0
         finally:
             await asyncio.to_thread(trainers.kill)
         await until_at_stock(NODES, self._cluster)
-        counts = Counter(len(line.split()) for line in losses_in(folder)[0])
-        assert len(counts) == 1 + len(legs)
-        trained = {"iteration_count": counts[case.microbatch_count]} if legs else {}
-        await asyncio.to_thread(
-            check_losses, case, task, ramp=[(count, counts[count]) for count, _ in legs], **trained
-        )
+        await asyncio.to_thread(check_losses, case, task)
 
     async def _until_enough(self, launch: Launch, task: TrainerTask) -> None:
         """Wait for a launch's plan on all its ranks, or for its number of iterations."""
@@ -147,9 +134,3 @@ async def test_every_launch_with_a_random_change_is_planned_and_computes_as_befo
         job = Job(cluster, tmp_path, channel)
         for number, launch in enumerate(planned):
             await job.launch(f"launch-{number}", launch)
-
-
-async def test_a_ramp_of_microbatches_is_followed(tmp_path: Path) -> None:
-    launch = Launch(replace(CASE, stage_weights=(1, 2, 3), microbatch_count=3), None, is_killed=False)
-    async with services(NODES, tmp_path / "logs") as (cluster, _, channel):
-        await Job(cluster, tmp_path, channel).launch("ramp", launch, ramp=6)

@@ -30,11 +30,9 @@ from torch.utils.checkpoint import checkpoint
 
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import MAX_UNMARKED_STEPS, Attachment
-from perseus.agent.probe.device_marks import DeviceMarks
 from perseus.agent.probe.marks import Marks
 from perseus.agent.torch import attach, attach_model
 from tests.agent.marks_stub import MarksStub
-from tests.agent.probe.test_device_marks import Device, ProbeStub
 
 pytestmark = [
     pytest.mark.slow("compiles and trains with torch"),
@@ -72,20 +70,17 @@ def plainly(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 class Training:
     """A model's training in one process, attached or not."""
 
-    def __init__(
-        self, model: nn.Module | None = None, *, is_attached: bool = True, marks: Marks | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module | None = None, *, is_attached: bool = True) -> None:
         self.model = make_model() if model is None else model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.marks = MarksStub()
-        self.connected = marks or self.marks
         self.placed: list[dict[str, object]] = []
         self.attachment = self.attach() if is_attached else None
 
     def attach(self) -> Attachment:
         def connect(**arguments: object) -> Marks:
             self.placed.append(arguments)
-            return self.connected
+            return self.marks
 
         return attach_model(self.model, self.optimizer, job_id="GPT-3", connect=connect)
 
@@ -162,69 +157,10 @@ def test_one_process_is_attached_as_it_is_also_with_a_checkpoint_of_the_whole_mo
     attached.detach()
 
 
-@pytest.mark.parametrize("is_whole", [True, False], ids=["whole iterations", "the forward"])
-def test_a_captured_training_has_equal_losses_and_the_log_says_what_is_not_marked(
-    is_whole: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """On a simulated device. A forward is captured once, after a warm-up, and then called as before."""
-    device, probe = Device([float(time_ms) for time_ms in range(1000)]), ProbeStub()
-    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
-
-    def trained(training: Training) -> list[float]:
-        losses = training.train() if is_whole else []
-        for device.is_captured in () if is_whole else (False, True):
-            training.model(torch.ones(4, 8))
-        device.is_captured = is_whole
-        return losses + training.train(iteration_count=12)
-
-    attached = Training(marks=marks)
-    losses = trained(attached)
-    if is_whole:
-        (message,) = caplog.messages
-        assert "training continues at stock clocks: iterations are captured whole in a CUDA graph" in message
-        assert probe.marks[-1] == ("close",), "its GPU returns to stock"
-    else:
-        device.now_ms = 1000.0
-        marks.poll()
-        message, changed = caplog.messages
-        assert "captured in a CUDA graph are not marked" in message
-        assert "stage 0 executes 2 microbatches (4 computations) instead of 4 (6)" in changed
-        assert [mark[0] for mark in probe.marks].count("register") == 2
-        assert probe.marks[-1][0] == "end iteration"
-    attached.detach()
-    assert losses == trained(Training(is_attached=False))
-
-
 def test_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ValueError, match="expected it to be initialised before attach, as WORLD_SIZE is 8"):
         Training()
-
-
-def in_eval(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    return model.eval()(inputs)
-
-
-def inside(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    return model.forward(inputs)
-
-
-@pytest.mark.parametrize(
-    ("call", "cause"),
-    [(in_eval, "the attached model is in eval()"), (inside, "the attached model is not called")],
-)
-def test_training_without_marks_is_reported_with_the_cause(
-    call: Call, cause: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    attached = check_equal(
-        lambda training: training.train(call, MAX_UNMARKED_STEPS + 2),
-        lambda: make_model(nn.Sequential, nn.Dropout(0.5)),
-        is_marked=False,
-    )
-    (warning,) = [each for each in caplog.messages if each.startswith("not marked")]
-    assert f"{MAX_UNMARKED_STEPS} optimizer steps without a marked iteration: {cause}" in warning
-    assert [call[0] for call in attached.marks.calls] == ["unmarked"]
-    attached.detach()
 
 
 # ------------------------------------------------------------------------------- copies and compilers
@@ -235,17 +171,10 @@ def test_averaged_models_and_copies_have_their_own_weights() -> None:
         average = AveragedModel(training.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
         copied = copy.deepcopy(training.model)
         losses: list[Any] = training.train(after=lambda: average.update_parameters(training.model))
-        return [*losses, outputs(average), outputs(copied), outputs(training.model), *average.state_dict()]
+        models = (average, copied, training.model)
+        return [*losses, *map(outputs, models), type(copied), *average.state_dict()]
 
     check_equal(averaged)
-
-
-def test_a_copy_is_not_marked() -> None:
-    training = Training()
-    copied = copy.deepcopy(training.model)
-    assert type(copied) is nn.Sequential
-    Training(copied, is_attached=False).train()
-    assert training.begun == []
 
 
 def test_a_whole_model_is_saved_and_loaded_without_perseus(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,8 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 from perseus.agent.torch import attach
-from perseus.demo.trainer import STOP_FILE
-from tests.frameworks.trainers import RAMP_FILE, Rank, TrainerTask, main
+from tests.frameworks.trainers import Rank, TrainerTask, main
 
 VOCABULARY, WIDTH, LENGTH, MICROBATCH_SIZE = 64, 32, 16, 2
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
@@ -55,22 +53,6 @@ def positions(task: TrainerTask, stage: int) -> list[int]:
     return [stage + chunk * task.stage_count for chunk in range(task.chunk_count)]
 
 
-class HiccupError(Exception):
-    """Raised in the first iteration, after all computations."""
-
-
-def failing_once(step: Callable[..., Any]) -> Callable[..., Any]:
-    first = iter([True])
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        result = step(*args, **kwargs)
-        if next(first, False):
-            raise HiccupError
-        return result
-
-    return failing
-
-
 class Training:
     """One rank's chunks of the model, and how they are trained."""
 
@@ -93,7 +75,7 @@ class Training:
         # The model's last chunk has the losses: in a V it is on the first stage.
         self.has_losses = any(chunk.head is not None for chunk in self.chunks)
 
-    def schedule(self, microbatch_count: int) -> Any:
+    def schedule(self) -> Any:
         task = self.rank.task
         count = task.stage_count * task.chunk_count
         stages = [
@@ -102,23 +84,22 @@ class Training:
         ]
         schedule_class = get_schedule_class(task.schedule)
         of_stages = stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0]
-        return schedule_class(of_stages, microbatch_count, loss_fn=loss_of)
+        return schedule_class(of_stages, task.microbatch_count, loss_fn=loss_of)
 
-    def compute(self, step: Callable[..., Any], microbatch_count: int, seed: int) -> list[float]:
+    def compute(self, step: Callable[..., Any], seed: int) -> list[float]:
         """Run an iteration or an evaluation; return its losses on the rank that has them."""
         generator = torch.Generator().manual_seed(seed)
-        size = (microbatch_count * MICROBATCH_SIZE, LENGTH + 1)
+        size = (self.rank.task.microbatch_count * MICROBATCH_SIZE, LENGTH + 1)
         tokens = torch.randint(0, VOCABULARY, size, generator=generator)
         inputs = [tokens[:, :-1]] if self.chunks[0].embedding is not None else []
         losses: list[torch.Tensor] = []
-        with suppress(HiccupError):
-            step(*inputs, **({"target": tokens[:, 1:], "losses": losses} if self.has_losses else {}))
+        step(*inputs, **({"target": tokens[:, 1:], "losses": losses} if self.has_losses else {}))
         return [loss.item() for loss in losses]
 
-    def iterate(self, schedule: Any, microbatch_count: int, iteration: int) -> None:
+    def iterate(self, schedule: Any, iteration: int) -> None:
         """Train an iteration, after which all ranks wait for each other, as to clip gradients."""
         task = self.rank.task
-        losses = self.compute(schedule.step, microbatch_count, 1000 * self.pipeline + iteration)
+        losses = self.compute(schedule.step, 1000 * self.pipeline + iteration)
         gradients = [parameter.grad for parameter in self.parameters]
         local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
         for gradient in local:
@@ -127,11 +108,11 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         if task.break_for and (iteration + 1) % task.break_interval == 0:
-            losses += self.take_a_break(schedule, microbatch_count)
+            losses += self.take_a_break(schedule)
         if self.has_losses and self.tensor == 0:
             self.rank.leave_losses(self.pipeline, losses)
 
-    def take_a_break(self, schedule: Any, microbatch_count: int) -> list[float]:
+    def take_a_break(self, schedule: Any) -> list[float]:
         """Write a checkpoint, which takes as long as a large one if agents watch, or evaluate."""
         task = self.rank.task
         if task.break_for == "checkpoint":
@@ -140,31 +121,24 @@ class Training:
             time.sleep(CHECKPOINT_S if task.sockets else 0.0)
             return []
         count = 2 * task.break_interval
-        losses = [self.compute(schedule.eval, microbatch_count, -1 - number) for number in range(count)]
+        losses = [self.compute(schedule.eval, -1 - number) for number in range(count)]
         return [loss for each in losses for loss in each]
 
 
 def train(rank: Rank) -> None:
-    """Train one rank, by a schedule of its own for each number of microbatches."""
+    """Train one rank."""
     task, training = rank.task, Training(rank)
-    legs = [(task.microbatch_count, task.iteration_count), *task.ramp]
-    iteration = 0
-    for number, (microbatch_count, iteration_count) in enumerate(legs):
-        schedule = training.schedule(microbatch_count)
-        stages = getattr(schedule, "_stages", None) or [schedule._stage]
-        before = [dict(vars(owner)) for owner in (schedule, *stages)]
-        if task.planted == "step" and rank.number in task.planted_ranks:
-            schedule.step = failing_once(schedule.step)
-        # Without a mesh, ranks synchronise when they attach.
-        hook = partial(attach, schedule, device_mesh=None if task.planted else training.mesh)
-        end_file = STOP_FILE if number == len(task.ramp) else RAMP_FILE
-        with rank.attached(hook, training.pipeline, training.stage, training.tensor):
-            for _ in rank.iterations(iteration_count, end_file):
-                training.iterate(schedule, microbatch_count, iteration)
-                iteration += 1
-        if task.is_noted:
-            check_detached((schedule, *stages), before)
-            training.compute(schedule.step, microbatch_count, iteration)  # training still works
+    schedule = training.schedule()
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    before = [dict(vars(owner)) for owner in (schedule, *stages)]
+    # Without a mesh, ranks synchronise when they attach.
+    hook = partial(attach, schedule, device_mesh=None if task.planted else training.mesh)
+    with rank.attached(hook, training.pipeline, training.stage, training.tensor):
+        for iteration in rank.iterations(task.iteration_count):
+            training.iterate(schedule, iteration)
+    if task.is_noted:
+        check_detached((schedule, *stages), before)
+        training.compute(schedule.step, seed=0)  # training still works
 
 
 def check_detached(owners: tuple[Any, ...], before: list[dict[str, Any]]) -> None:

@@ -27,11 +27,6 @@ from perseus.demo.trainer import STOP_FILE
 from perseus.emulation.physics import Work
 from tests.frameworks.notebook import Notebook
 
-FAIL_FILE, CAUGHT_FILE = "fail", "caught"
-"""Files of the run's folder: training has to raise an exception; it was caught."""
-RAMP_FILE = "ramp"
-"""File of the run's folder: training goes on with the task's next number of microbatches."""
-
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
@@ -59,12 +54,10 @@ class TrainerTask:
     break_interval: int = 10
     layers: Sequence[int] = ()
     """Layers of each stage; none: one each."""
-    ramp: Sequence[tuple[int, int]] = ()
-    """(microbatches, iterations) that follow."""
     is_noted: bool = False
     """Attached to a notebook in place of an agent."""
     planted: str = ""
-    """A function of Perseus that raises on `planted_ranks`, or the first "step"; without an agent."""
+    """A function of Perseus that raises on `planted_ranks`; without an agent."""
     planted_ranks: Sequence[int] = ()
 
     def to_json(self) -> str:
@@ -111,12 +104,12 @@ class Rank:
         gpu_file = task.gpu_files[pipeline][stage * task.tensor_count + tensor]
         return {"job_id": task.job_id, "connect": emulated_connect(Path(gpu_file), works)}
 
-    def iterations(self, iteration_count: int, end_file: str = STOP_FILE) -> Iterator[int]:
+    def iterations(self, iteration_count: int) -> Iterator[int]:
         """Number iterations until the end: the first rank sees it, and the others hear of it after each."""
         for iteration in count():
             yield iteration
             if self.hears(
-                Path(self.task.run_dir, end_file).exists()
+                Path(self.task.run_dir, STOP_FILE).exists()
                 if self.task.sockets
                 else iteration + 1 == iteration_count
             ):
@@ -178,7 +171,7 @@ def _fork(train: Callable[[Rank], None], rank: Rank) -> int:
             log = os.open(f"{task.folder}/log-{rank.number}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
             for output in (1, 2):  # torchtitan logs to the first
                 os.dup2(log, output)
-            if rank.number in task.planted_ranks and "." in task.planted:
+            if rank.number in task.planted_ranks:
                 _plant(task.planted)
         _train_in_group(train, rank)
         left = {"ran": list(met.values()), **rank.notebook.notes()}

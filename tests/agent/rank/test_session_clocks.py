@@ -5,19 +5,14 @@ Its maximum clock replaces stock where nothing is planned, and limits held clock
 
 import pytest
 
-from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
+from perseus.agent.clocks.sets import ResetClock, ScheduleClock, SetClock
 from perseus.agent.link.computation import Computation, Kind
-from perseus.agent.link.packets import Finish
 from perseus.agent.rank.commands import Command
 from perseus.agent.rank.events import (
-    AgentStops,
     Connected,
     Disconnected,
-    Event,
-    GpuFailed,
     Heard,
     Tick,
-    TrainerGone,
 )
 from perseus.agent.rank.messages import Hold, MaxClock, PlanId, RankAccepted, RankRefused, StageClocks, Stock
 from tests.agent.rank.bench import (
@@ -63,30 +58,6 @@ SCRIPTS: dict[str, Script] = {
         (end(B1), [idle_at(100.08)]),  # and may be long in coming
         (end(0), []),
         (begin(1), [SetClock(1000)]),
-    ],
-    "the next plan counts from the last computation on": [
-        offer(1, 0, stage(1000, 1000, 1000, 1000)),
-        offer(2, 1, stage(1400, 800, 800, 800)),
-        (begin(0), []),
-        offer(1, 1, stage(1000, 1000, 1000, 1000)),
-        Run(1),
-        offer(2, 3, stage(1400, 800, 800, 800)),
-        (Run(2), [SetClock(1000), SetClock(1400), idle_at(101.68)]),
-        (begin(3), [in_force(2, 3), SetClock(1400)]),
-    ],
-    "under a known plan raises are scheduled": [
-        offer(1, 0, stage(1000, 1000, 1400, 1400)),
-        *[ClockSet(1400, 1.010, 1.0, 1.0)] * 64,
-        *map(Run, range(3)),
-        begin(3),
-        After(0.1),
-        begin(F0),
-        After(0.1),
-        (end(F0), []),
-        After(0.1),
-        (begin(F1), []),  # the wait after it is longer than the lead
-        After(0.1),
-        (end(F1), [idle_at(102.89, 1400)]),
     ],
     "back to stock is a raise": [
         offer(1, 0, Hold(800)),
@@ -147,22 +118,6 @@ SCRIPTS: dict[str, Script] = {
         *UNDER_A_MAX_CLOCK,
         (begin(0), [in_force(1, 0), SetClock(1400)]),
         (begin(B0, ordinal=0), [SetClock(1000)]),
-    ],
-    "a gap that turns out long passes at the maximum clock": [
-        *UNDER_A_MAX_CLOCK,
-        (
-            Run(0),
-            [
-                in_force(1, 0),
-                SetClock(1400),
-                SetClock(1200),
-                SetClock(1400),
-                SetClock(1200),
-                SetClock(1400),
-                idle_at(100.88, 1000),
-            ],
-        ),
-        (begin(1), [SetClock(1400)]),
     ],
     "a rank that is refused or joins again has the maximum clock that comes with the answer": [
         limit(1000),
@@ -272,17 +227,6 @@ def test_a_trainer_that_hangs_before_a_scheduled_raise_goes_to_the_maximum_clock
     assert SetClock(800) in bench.do(After(1.0))
 
 
-def test_a_usual_gap_passes_at_the_next_clock_because_a_raise_would_be_late(bench: Bench) -> None:
-    bench.do(limit(1000), offer(1, 0, stage(1400, 1400, 1400, 1400)))
-    for number in range(4):
-        commands = clocks_of(bench.do(Run(number)))
-        bench.do(Heard())
-        bench.now_s += 0.2
-    assert SetClock(1000) not in commands
-    assert isinstance(commands[-1], ScheduleClock)
-    assert commands[-1].at_s > bench.now_s, "a gap that is longer than usual passes at the maximum clock"
-
-
 def irregular(bench: Bench, number: int, *computations: Computation) -> list[Command]:
     """An iteration of these computations only."""
     commands = bench.do(begin(number))
@@ -347,9 +291,3 @@ def test_a_maximum_clock_during_an_iteration(
     bench.now_s += 0.05
     rows = [row for each in telemetry(counted(bench, 100.0)) for row in each.iterations]
     assert [(row.iteration, row.has_clock_change) for row in rows] == [(0, False), (1, has_clock_change)]
-
-
-@pytest.mark.parametrize("event", [Finish(0), TrainerGone(), AgentStops(), GpuFailed("lost")], ids=str)
-def test_a_gpu_that_is_no_longer_served_ends_at_stock(bench: Bench, event: Event) -> None:
-    bench.do(limit(1000, outlasts_lease=True))
-    assert ResetClock() in bench.do(event)

@@ -35,22 +35,26 @@ def trained(bench: Bench, count: int, wait: Part, compute: Part, after: Part | N
     return [message.energy for message in messages if message.energy is not None][-1]
 
 
-def test_energy_is_reported_of_computing_without_waits_within(holding: Bench) -> None:
-    """300 W while computing and 100 W in waits, within computations and between them."""
+def test_energy_is_that_of_computing_without_waits_under_the_plan_and_its_clock(holding: Bench) -> None:
+    """Forwards draw 300 W, backwards 400 W, and waits 100 W, within computations and between them."""
+    power_w = {Kind.FORWARD: 300.0, Kind.BACKWARD: 400.0}
 
-    def compute(bench: Bench, number: int, _: Computation) -> list[Telemetry]:
-        messages = bench.draw(0.05, 300.0)
+    def compute(bench: Bench, number: int, computation: Computation) -> list[Telemetry]:
+        messages = bench.draw(0.05, power_w[computation.kind])
         bench.do(Mark(Edge.BEGIN))
         messages += bench.draw(0.04 + 0.01 * (number % 3), 100.0)
         bench.do(Mark(Edge.END))
-        return messages + bench.draw(0.05, 300.0)
+        return messages + bench.draw(0.05, power_w[computation.kind])
 
     estimate = trained(holding, 8, lambda bench, *_: bench.draw(0.03, 100.0), compute)
+    assert estimate.plan_version == 7
     assert estimate.blocking_power_w == pytest.approx(100, rel=0.1)
-    assert {sample.kind for sample in estimate.samples} == {Kind.FORWARD, Kind.BACKWARD}
+    assert {(sample.chunk, sample.clock_mhz) for sample in estimate.samples} == {(0, 1000)}
+    assert {sample.kind for sample in estimate.samples} == power_w.keys()
     for sample in estimate.samples:
         assert sample.time_s == pytest.approx(0.1, abs=0.002)
-        assert sample.energy_j == pytest.approx(30.0, rel=0.05)
+        assert sample.energy_j == pytest.approx(power_w[sample.kind] * sample.time_s, rel=0.05)
+        assert sample.computation_count == 2 * estimate.iteration_count
 
 
 def test_blocking_power_is_that_of_the_held_clock_and_not_of_stock_after_the_last_computation(
@@ -74,24 +78,6 @@ def test_blocking_power_is_that_of_the_held_clock_and_not_of_stock_after_the_las
     estimate = trained(holding, 16, wait, lambda bench, *_: bench.draw(0.06, 300.0), gap)
     assert estimate.blocking_power_w == pytest.approx(100, rel=0.03)
     assert {sample.clock_mhz for sample in estimate.samples} == {1000}
-
-
-def test_the_energy_estimate_is_that_of_the_plan_and_its_clock(holding: Bench) -> None:
-    """Forwards draw 300 W, backwards 400 W and waiting 100 W."""
-    power_w = {Kind.FORWARD: 300.0, Kind.BACKWARD: 400.0}
-
-    def compute(bench: Bench, number: int, computation: Computation) -> list[Telemetry]:
-        return bench.draw(0.05 + 0.01 * (number % 3), power_w[computation.kind])
-
-    estimate = trained(holding, 8, lambda bench, *_: bench.draw(0.03, 100.0), compute)
-    assert estimate.plan_version == 7
-    assert estimate.blocking_power_w == pytest.approx(100, rel=0.1)
-    assert {(sample.chunk, sample.clock_mhz) for sample in estimate.samples} == {(0, 1000)}
-    assert {sample.kind for sample in estimate.samples} == power_w.keys()
-    for sample in estimate.samples:
-        assert sample.energy_j == pytest.approx(power_w[sample.kind] * sample.time_s, rel=0.05)
-        assert sample.time_s == pytest.approx(0.06, abs=0.003)
-        assert sample.computation_count == 2 * estimate.iteration_count
 
 
 def test_a_computation_during_which_the_clock_changed_is_no_sample(bench: Bench) -> None:

@@ -59,25 +59,3 @@ def test_late_marks_do_not_stretch_the_time_of_a_computation() -> None:
         "FORWARD": pytest.approx(0.050, rel=0.005),
         "BACKWARD": pytest.approx(0.100, rel=0.005),
     }
-
-
-def test_a_longer_gap_than_usual_is_unknown() -> None:
-    """It may hold an evaluation, of another power: its windows are left out."""
-    usual, longer = SHORT * 50, [*SHORT * 49, *SHORT[:-1], ("gap", 0.5)]
-    discarded = [estimated(program, 5, iterations=250).discarded_window_count for program in (longer, usual)]
-    assert discarded[0] >= discarded[1] + 5 * 4
-
-
-def test_undetermined_energies_are_reported_with_their_times_and_the_joint_information() -> None:
-    even = [("forward", 0.005), ("wait", 0.002), ("backward", 0.01), ("wait", 0.003)]
-    made = estimated(even, 250, duration_noise=0.0)
-    assert made.samples == ()
-    assert [(each.kind, each.chunk, each.clock_mhz) for each in made.undetermined] == [
-        (Kind.FORWARD, 0, CLOCK_MHZ),
-        (Kind.BACKWARD, 0, CLOCK_MHZ),
-    ]
-    assert [each.time_s for each in made.undetermined] == pytest.approx([0.005, 0.01])
-    assert all(each.energy_j == each.energy_se_j == 0 for each in made.undetermined)
-    assert all(each.computation_count == 250 for each in made.undetermined)
-    assert len(made.power_information) == 6
-    assert len(made.power_information_vector) == 3

@@ -1,5 +1,4 @@
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import cycle, pairwise
 from typing import Any
 
@@ -19,7 +18,6 @@ from perseus.agent.energy.regression import (
     estimate_power,
     typical_duration_s,
 )
-from perseus.agent.gpu import ClockEventReason
 from tests.agent.counter_simulation import POWER_W, Simulation, one_forward_one_backward, simulate
 
 SEEDS = range(40)
@@ -158,24 +156,6 @@ def test_without_an_update_period_the_standard_errors_follow_the_poll_interval()
     assert fine.power_w["forward"].standard_error < 0.25 * coarse.power_w["forward"].standard_error
 
 
-def test_throttled_windows_are_dropped_and_counted() -> None:
-    simulation = simulate(LONG, seed=2, iterations=70)
-    bad = range(40, 60)  # drew far too little, for a reason
-    changes = [
-        replace(
-            change,
-            energy_j=change.energy_j - 10.0 * sum(each <= index for each in bad),
-            clock_event_reasons=ClockEventReason.SW_POWER_CAP if index in bad else 0,
-        )
-        for index, change in enumerate(simulation.changes)
-    ]
-    result = fit(simulation, changes=changes)
-    assert result.dropped_window_count == len(bad)
-    assert result.window_count == len(changes) - 1 - len(bad)
-    assert result.power_w["forward"].value == pytest.approx(POWER_W["forward"], rel=0.05)
-    assert result.power_w["backward"].value == pytest.approx(POWER_W["backward"], rel=0.05)
-
-
 def test_windows_with_lost_marks_are_dropped_and_counted() -> None:
     simulation = simulate(LONG, seed=3, iterations=70)
     lost = simulation.spans[20:30]
@@ -186,13 +166,6 @@ def test_windows_with_lost_marks_are_dropped_and_counted() -> None:
     assert result.dropped_window_count >= (lost[-1].end_s - lost[0].begin_s) / 0.1
     assert result.window_count + result.dropped_window_count == whole.window_count
     assert powers_w(result)["wait"].value == pytest.approx(POWER_W["wait"], rel=0.10)
-
-
-def test_windows_outside_of_the_observed_stretch_are_not_used() -> None:
-    simulation = simulate(LONG, seed=4, iterations=70)
-    result = fit(simulation, begin_s=5.0, end_s=10.0)
-    assert 45 <= result.window_count <= 50
-    assert result.power_w["backward"].value == pytest.approx(POWER_W["backward"], rel=0.05)
 
 
 def test_too_few_windows_are_not_enough() -> None:

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from perseus.agent.deepspeed import attach, mark_engine, table_of
-from perseus.agent.link.computation import Computation, Kind
+from perseus.agent.link.computation import Kind
 from tests.agent.marks_stub import MarksStub, attached, iteration_of
 
 FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
@@ -93,15 +93,6 @@ def test_an_engine_works_as_before_and_evaluations_are_not_marked(caplog: pytest
     batch = ["F0", "B0", "F0", "B0", "step"]
     assert engine.done == [*batch, "F1", *batch]
     assert not caplog.records, "the engine's table says the same"
-
-
-def test_the_table_has_the_microbatch_of_every_computation() -> None:
-    assert table_of(TwoMicrobatches()) == [
-        Computation(FORWARD, 0),
-        Computation(BACKWARD, 0),
-        Computation(FORWARD, 1),
-        Computation(BACKWARD, 1),
-    ]
 
 
 class OtherEngine(Engine):

@@ -146,31 +146,6 @@ def test_arguments_are_found_by_position_or_name() -> None:
     assert marks.calls == [*marked([(True, 5, 0), (False, 5, 0)]), ("register",)]
 
 
-def test_forward_only_iterations_are_not_marked() -> None:
-    marks, megatron = attached_schedules()
-    assert megatron.module.forward_backward_no_pipelining(forward_only=True) == "losses"
-    assert marks.calls == []
-
-
-def test_an_iteration_that_fails_is_not_ended_and_the_next_one_is_whole() -> None:
-    errors = [RuntimeError("out of memory")]
-
-    def fail_once(
-        input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, model_type: Any, config: Any
-    ) -> str:
-        if errors:
-            raise errors.pop()
-        return "gradient"
-
-    marks, megatron = attached_schedules(backward_step=fail_once)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        megatron.module.forward_backward_no_pipelining()
-    assert marks.calls[-1] == ("begin", BACKWARD, 0, 0)
-    marks.calls.clear()
-    megatron.module.forward_backward_no_pipelining()
-    assert marks.calls == [*marked(ONE_CHUNK), ("register",)]
-
-
 def test_a_schedule_obtained_before_attaching_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     marks, megatron = attached_schedules()
     with caplog.at_level(logging.WARNING):
@@ -197,12 +172,13 @@ def test_an_unknown_megatron_is_refused() -> None:
         MarkedSchedules(module, lambda: None)
 
 
-def test_forward_only_is_found_at_any_position() -> None:
+def test_forward_only_iterations_are_not_marked_wherever_the_argument_is() -> None:
     def run(step: Any, forward_only: bool = False) -> str:
         return megatron.run(forward_only=forward_only)
 
     marks, megatron = attached_schedules(forward_backward_no_pipelining=run)
     assert megatron.module.forward_backward_no_pipelining(None, True) == "losses"
+    assert megatron.module.forward_backward_no_pipelining(None, forward_only=True) == "losses"
     assert marks.calls == []
 
 
@@ -322,8 +298,11 @@ class Loop:
         return self._iterations, 0
 
 
-def in_a_loop(marks: MarksStub, loop: Loop, megatron: Megatron) -> list[Any]:
-    """Wrap a loop's training; return the configurations with which it was attached."""
+@pytest.mark.parametrize("ends", [None, SystemExit(0)], ids=["to the end", "to an interval's exit"])
+def test_megatron_lms_loop_is_attached_while_it_trains(ends: BaseException | None) -> None:
+    marks, megatron, config = MarksStub(), Megatron("0.16", ONE_CHUNK), SimpleNamespace(timers=None)
+    untouched = dict(vars(megatron.module))
+    loop = Loop(megatron, 2, ends)
     configs = []
 
     def attach_config(config: Any) -> Attachment:
@@ -333,28 +312,12 @@ def in_a_loop(marks: MarksStub, loop: Loop, megatron: Megatron) -> list[Any]:
         return attachment
 
     wrap_train(loop, attach_config)
-    return configs
-
-
-def test_megatron_lms_loop_is_attached_while_it_trains() -> None:
-    marks, megatron, config = MarksStub(), Megatron("0.16", ONE_CHUNK), SimpleNamespace(timers=None)
-    untouched = dict(vars(megatron.module))
-    loop = Loop(megatron, 2)
-    configs = in_a_loop(marks, loop, megatron)
-    assert loop.pretrain(config) == (2, 0)
+    with pytest.raises(SystemExit) if ends else nullcontext():
+        assert loop.pretrain(config) == (2, 0)
     assert configs == [config]
-    iteration = marked(ONE_CHUNK)
-    assert marks.calls == [*iteration, ("register",), *iteration, ("finish",), ("close",)]
+    iteration, finished = marked(ONE_CHUNK), [] if ends else [("finish",)]
+    assert marks.calls == [*iteration, ("register",), *iteration, *finished, ("close",)]
     assert vars(megatron.module) == untouched
-
-
-def test_a_loop_that_exits_at_an_interval_leaves_the_job_unfinished() -> None:
-    marks, megatron = MarksStub(), Megatron("0.16", ONE_CHUNK)
-    loop = Loop(megatron, 1, SystemExit(0))
-    in_a_loop(marks, loop, megatron)
-    with pytest.raises(SystemExit):
-        loop.pretrain(SimpleNamespace(timers=None))
-    assert marks.calls == [*marked(ONE_CHUNK), ("register",), ("close",)]
 
 
 def test_a_loop_that_cannot_be_attached_trains_as_before(caplog: pytest.LogCaptureFixture) -> None:

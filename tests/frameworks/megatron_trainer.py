@@ -1,8 +1,7 @@
 """Train a tiny GPT of Megatron-Core on CPUs: `-m …megatron_trainer TASK…`.
 
-Its schedules: "1f1b" and "interleaved" through the schedules seam, "1f1b-timers" through that of the timers,
-"interleaved-loop" as Megatron-LM's own loop trains. The schedule "release" trains nothing: it wraps the loop
-of a release that has it.
+Its schedules: "1f1b" and "interleaved" through the schedules seam, "1f1b-timers" through that of the timers.
+The schedule "release" trains nothing: it wraps the loop of a release that has it.
 """
 
 import importlib
@@ -15,14 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import distributed
 
 from perseus.demo.megatron_on_cpu import do_without_cuda
-from tests.frameworks.notebook import Notebook
 from tests.frameworks.trainers import Rank, TrainerTask, main
 
 VOCABULARY, WIDTH, LENGTH, MICROBATCH_SIZE = 64, 32, 16, 2
@@ -48,16 +47,22 @@ def train(rank: Rank) -> None:
         return
     from megatron.core.pipeline_parallel import schedules
 
-    task, training, untouched = rank.task, Training(rank), dict(vars(schedules))
-    if task.schedule == "interleaved-loop":
-        training.train_in_loop()
-    else:
-        from perseus.agent.megatron import attach
+    from perseus.agent.megatron import attach
 
-        by_timers = partial(attach, training.config, seam="timers")
-        hook = by_timers if task.schedule == "1f1b-timers" else partial(attach, training.config)
-        with rank.attached(hook, training.pipeline, training.stage):
-            training.train()
+    task, training, untouched = rank.task, Training(rank), dict(vars(schedules))
+    seam: Literal["schedules", "timers"] = "timers" if task.schedule == "1f1b-timers" else "schedules"
+    hook = partial(attach, training.config, seam=seam)
+    if seam == "timers" and task.is_noted:
+        with (
+            patch.dict(sys.modules, {LOOP: ModuleType(LOOP)}),
+            pytest.raises(ValueError, match="expected 'schedules', as Megatron-LM's own loop sets"),
+        ):
+            hook(**rank.attach_arguments(training.pipeline, training.stage))
+    with rank.attached(hook, training.pipeline, training.stage) as attachment:
+        if task.is_noted:
+            again = hook(**rank.attach_arguments(training.pipeline, training.stage))
+            assert again is attachment, "once for every virtual stage"
+        training.train()
     assert vars(schedules) == untouched
     if task.is_noted:
         training.step(seed=0)  # training still works
@@ -118,42 +123,6 @@ class Training:
             forward_only=forward_only,
         )
         return [each["loss"].item() for each in losses]
-
-    def train_in_loop(self) -> None:
-        """Train in a stand-in for the module of Megatron-LM's loop, whose `train` is called like theirs."""
-        training = self
-
-        class Loop(ModuleType):
-            def pretrain(self, *arguments: Any) -> None:
-                self.train(*arguments)
-
-            @staticmethod
-            def train(
-                forward_step_func: Any, model: Any, optimizer: Any, opt_param_scheduler: Any,
-                train_data_iterator: Any, valid_data_iterator: Any, process_non_loss_data_func: Any,
-                config: Any, checkpointing_context: Any, non_loss_data_func: Any, inference_model: Any = None,
-            ) -> None:  # fmt: skip
-                training.train()
-
-        sys.modules[LOOP] = loop = Loop(LOOP)
-        if self.rank.task.is_attached:
-            from perseus.agent.megatron import wrap_training
-
-            arguments = self.rank.attach_arguments(self.pipeline, self.stage)
-            self._check_refusals_in_the_loop(arguments["connect"])
-            wrap_training(**arguments)
-        loop.pretrain(None, self.chunks, self.optimizer, None, None, None, None, self.config, {}, None)
-
-    def _check_refusals_in_the_loop(self, connect: Any) -> None:
-        """Check that attaching works once per process, and never by timers, which the loop sets itself."""
-        from perseus.agent.megatron import attach
-
-        with pytest.raises(ValueError, match=r"expected 'schedules', as Megatron-LM's own loop"):
-            attach(self.config, job_id="x", seam="timers", connect=connect)
-        first = attach(self.config, job_id="x", connect=Notebook().connect)
-        again = attach(self.config, job_id="x", connect=connect)
-        assert again is first, "once for every virtual stage"
-        first.detach()
 
 
 def check_release() -> None:

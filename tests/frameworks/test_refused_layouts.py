@@ -50,6 +50,11 @@ def data_and_tensor_parallel(model: nn.Module) -> nn.Module:
     )
 
 
+def sharded_and_tensor_parallel(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    return fully_shard(parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()}), mesh=mesh["dp"])
+
+
 def fsdp1(model: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(model, device_id=CPU)
 
@@ -71,6 +76,7 @@ WRAPPINGS: list[tuple[Callable[[Any], Any], str, str]] = [
     (replicate, "replicate", ""),
     (lambda model: nn.Sequential(model, nn.SyncBatchNorm(8)), "SyncBatchNorm", "SyncBatchNorm"),
     (tensor_parallel, "", "tensor or expert parallelism"),
+    (sharded_and_tensor_parallel, "", "tensor or expert parallelism"),
     (data_and_tensor_parallel, "DistributedDataParallel", "tensor parallelism"),
 ]
 

@@ -78,35 +78,13 @@ def test_an_unknown_version_is_refused(state: Any, lacking: str) -> None:
         list(parameter_groups(module(state)))
 
 
-def sharded(*, over: int = 2, **sizes: int) -> Any:
-    """A model as `fully_shard` leaves it: with `shard_mesh_size`, unless it replicates.
-
-    Its group has two ranks; `over`: over how many its parameter is distributed.
-    """
-    parameter = SimpleNamespace(device_mesh=SimpleNamespace(size=lambda: over))
-    group = Group()
-    vars(group)["mesh_info"] = SimpleNamespace(mesh=SimpleNamespace(size=lambda: 2), **sizes)
-    vars(group)["fsdp_params"] = [SimpleNamespace(sharded_param=parameter)]
-    model = module(SimpleNamespace(_fsdp_param_groups=[group]))
-    model.parameters = lambda: [parameter]
-    return model
-
-
 def model_of(*modules: Any, **of_parameter: Any) -> Any:
-    """A model of modules, with the last one's parameters or one of its own."""
+    """A model of modules, with a parameter; `tests/frameworks` has those of torch."""
     model = SimpleNamespace(parameters=lambda: [SimpleNamespace(**of_parameter)])
-    model.parameters = getattr(modules[-1] if modules else None, "parameters", model.parameters)
     model.modules = lambda: iter([model, *modules])
     return model
 
 
-def of(torch_module: str) -> Any:
-    """An instance of a class with a base of one of torch's modules."""
-    return type("Derived", (type("Base", (), {"__module__": torch_module}),), {})()
-
-
-DDP, REPLICATE = "torch.nn.parallel.distributed", "torch.distributed._composable.replicate"
-FSDP1 = type("Derived", (type("FullyShardedDataParallel", (), {}),), {})
 MEGATRONS = type("TorchFullyShardedDataParallel", (), {})
 
 
@@ -114,22 +92,13 @@ MEGATRONS = type("TorchFullyShardedDataParallel", (), {})
     ("model", "in_stage", "in_replica"),
     [
         (model_of(), "", ""),
-        (sharded(shard_mesh_size=2), r"FSDP over 2 ranks .* within a stage", ""),
-        (sharded(shard_mesh_size=1), "", ""),
-        (sharded(), "", ""),
-        (model_of(sharded()), "replicas on 2 ranks .* of a part of a stage", ""),
-        (sharded(shard_mesh_size=2, over=4), "FSDP over 2", "tensor or expert parallelism .* over 4 ranks"),
-        (model_of(device_mesh=SimpleNamespace(size=lambda: 2)), "", "tensor or expert parallelism"),
         (model_of(_st_info=object()), "", "tensor parallelism"),
         (model_of(SimpleNamespace(autotp_size=lambda: 2)), *["tensor parallelism .*, over 2 ranks"] * 2),
-        (model_of(FSDP1()), *["Derived of"] * 2),
         (model_of(MEGATRONS()), *["TorchFullyShardedDataParallel of"] * 2),
         (model_of(SimpleNamespace(zero_optimization_stage=lambda: 1)), "", ""),
         (model_of(SimpleNamespace(zero_optimization_stage=lambda: 2)), *["DeepSpeed's ZeRO stage 2"] * 2),
-        (model_of(of(DDP)), "DistributedDataParallel within a stage", ""),
-        (model_of(of(REPLICATE)), "replicate .* within a stage", ""),
     ],
-)  # fmt: skip
+)
 def test_waits_that_count_as_computing_are_refused(model: Any, in_stage: str, in_replica: str) -> None:
     for is_stage, found in ((True, in_stage), (False, in_replica)):
         if not found:
@@ -139,12 +108,6 @@ def test_waits_that_count_as_computing_are_refused(model: Any, in_stage: str, in
             OSError, match=f"^here: expected .*, found {found}.*, where waiting counts as computing$"
         ):
             refuse_unmarked_waits(model, "here", is_stage=is_stage, refusal=OSError)
-
-
-def test_a_distributed_data_parallel_around_a_stage_is_accepted() -> None:
-    stage = of(DDP)
-    stage.modules = lambda: iter([stage])
-    refuse_unmarked_waits(stage, "here", is_stage=True)
 
 
 @pytest.fixture

@@ -113,15 +113,3 @@ class OtherEngine(Engine):
 def test_an_unknown_engine_is_refused(engine: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attach(engine, job_id="gpt")
-
-
-def test_arguments_and_results_of_instructions_pass_through() -> None:
-    class NewerEngine(Engine):
-        def _exec_forward(self, buffer_id: int, *, stream: str = "") -> str:  # type: ignore[override]
-            return f"output {buffer_id} {stream}"
-
-        _INSTRUCTION_MAP = {**Engine._INSTRUCTION_MAP, ForwardPass: _exec_forward}  # noqa: RUF012
-
-    engine = NewerEngine()
-    mark_engine(attached(MarksStub()), engine)
-    assert engine._INSTRUCTION_MAP[ForwardPass](engine, 3, stream="side") == "output 3 side"

@@ -83,7 +83,6 @@ def nightly(case: Case, *others: object, name: str) -> Any:
             two,
             name="torch, data and tensor parallel",
         ),
-        nightly(on_two("torch", "1F1B", break_for="checkpoint"), two, name="torch, checkpoints of 5 s"),
         nightly(on_two("torch", "1F1B", break_for="evaluation"), two, name="torch, evaluations"),
         nightly(
             on_two("megatron", "interleaved", chunk_count=2),

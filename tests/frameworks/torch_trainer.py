@@ -1,7 +1,6 @@
 """Train a tiny transformer with `torch.distributed.pipelining` on CPUs: `-m …torch_trainer TASK…`."""
 
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,7 +19,6 @@ from tests.frameworks.trainers import Rank, TrainerTask, main
 
 VOCABULARY, WIDTH, LENGTH, MICROBATCH_SIZE = 64, 32, 16, 2
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-CHECKPOINT_S = 5.0
 
 
 class Chunk(nn.Module):  # type: ignore[misc]
@@ -113,14 +111,8 @@ class Training:
             self.rank.leave_losses(self.pipeline, losses)
 
     def take_a_break(self, schedule: Any) -> list[float]:
-        """Write a checkpoint, which takes as long as a large one if agents watch, or evaluate."""
-        task = self.rank.task
-        if task.break_for == "checkpoint":
-            path = f"{task.folder}/checkpoint-{self.rank.number}.pt"
-            torch.save([parameter.detach() for parameter in self.parameters], path)
-            time.sleep(CHECKPOINT_S if task.sockets else 0.0)
-            return []
-        count = 2 * task.break_interval
+        """Evaluate."""
+        count = 2 * self.rank.task.break_interval
         losses = [self.compute(schedule.eval, -1 - number) for number in range(count)]
         return [loss for each in losses for loss in each]
 

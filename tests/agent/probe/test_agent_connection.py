@@ -114,17 +114,6 @@ def test_a_forked_child_closes_the_connection_and_sends_nothing(agent: AgentStub
     assert status == 0
 
 
-def test_without_an_agent_nothing_happens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    probe = connect(tmp_path / "nothing.sock")
-    assert not probe.register(pipeline_count=2, stage_count=4, schedule=NamedSchedule("1f1b", 8))
-    iterate(probe)
-    probe.finish()
-    probe.close()
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "training continues at stock clocks, and joins an agent that starts there later" in caplog.text
-    assert "systemctl start perseus-agent" in caplog.text
-
-
 class Now:
     """The probe's clock."""
 
@@ -141,6 +130,10 @@ def test_an_agent_that_starts_later_is_joined_and_receives_the_job(
     probe = connect(tmp_path / "agent.sock")
     assert not probe.register(pipeline_count=2, stage_count=4, schedule=NamedSchedule("1f1b", 8))
     iterate(probe)
+    probe.finish()
+    (warning,) = caplog.messages
+    assert "training continues at stock clocks, and joins an agent that starts there later" in warning
+    assert "systemctl start perseus-agent" in warning
     agent = AgentStub(tmp_path / "agent.sock", [Reply(True), Reply(False, "JOB_EXISTS", "job 'job' differs")])
     now.ns = PERIOD_NS - 1
     iterate(probe)

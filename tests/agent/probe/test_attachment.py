@@ -4,27 +4,15 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from perseus.agent.link.computation import Kind
-from perseus.agent.link.packets import ComputationMark, IterationMark, Registration, Reply, encode
-from perseus.agent.probe.attachment import Attachment, never_raises, stands_aside
-from perseus.agent.probe.exchange import LocalExchange
+from perseus.agent.probe.attachment import Attachment, never_raises
 from perseus.agent.probe.marks import UnmarkableError
-from perseus.agent.probe.placement import Placement
 from tests.agent.marks_stub import ALONE, OTHER, MarksStub, beside, train
-from tests.agent.probe.agent_stub import AgentStub, connect
-
-
-def test_computations_outside_of_iterations_are_not_marked(marks: MarksStub) -> None:
-    attachment = Attachment(ALONE, marks, beside(OTHER))
-    attachment.begin(Kind.FORWARD, 0)
-    attachment.end(Kind.FORWARD, 0)
-    assert not marks.calls
 
 
 @pytest.mark.parametrize("failing", ["begin_iteration", "end_iteration", "begin", "end", "register"])
@@ -42,24 +30,6 @@ def test_nothing_of_ours_raises_into_training(
     (own, _) = exchange.poll("first", 2)
     assert own is not None
     assert own.lost == (f"{failing} fails" if failing != "register" else ""), "the other stages are notified"
-
-
-def test_the_first_iteration_does_not_wait_for_an_agent_that_is_slow_to_answer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    agent = AgentStub(tmp_path / "agent.sock", [Reply(True)])  # to the hello, and nothing to the registration
-    attachment = Attachment(Placement(0, 1, 0, 1), connect(agent.path), LocalExchange())
-    for _ in range(2):
-        train(attachment)
-    (registration,) = [
-        each for each in agent.marks() if not isinstance(each, IterationMark | ComputationMark)
-    ]
-    assert isinstance(registration, Registration)
-    agent.connection.send(encode(Reply(False, "JOB_ALREADY_EXISTS", "its schedule differs")))
-    train(attachment)
-    assert caplog.messages == ["job[pipeline 0, stage 0, tensor 0]: job not registered: its schedule differs"]
-    attachment.detach()
-    agent.close()
 
 
 def test_a_marked_function_keeps_its_arguments_result_and_exceptions(marks: MarksStub) -> None:
@@ -179,17 +149,6 @@ def test_training_continues_if_a_hook_fails_and_mistakes_are_refused(
     for percent in percents:
         with pytest.raises(ValueError, match="max_slowdown_percent: expected 0 to 100, found "):
             attached(OSError(), job_id="GPT-3", max_slowdown_percent=percent)
-
-
-def test_in_a_framework_s_own_call_mistakes_are_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    def attach(*, job_id: str) -> Attachment:
-        raise ValueError("no pipeline")
-
-    with stands_aside(never_raises(attach))(job_id="GPT-3") as attachment:
-        train(attachment)
-    (record,) = caplog.records
-    assert record.getMessage() == "not attached, training continues at stock clocks: no pipeline"
-    assert not record.exc_info
 
 
 def test_detaching_restores_what_was_replaced(marks: MarksStub) -> None:

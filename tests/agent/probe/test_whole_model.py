@@ -306,14 +306,4 @@ def test_a_marked_model_is_known_until_it_is_detached(training: Training) -> Non
     assert not is_marked(copy.copy(training.model))
     training.attachment.detach()
     assert not is_marked(training.model)
-
-
-def test_detaching_leaves_the_model_and_the_optimizer_as_they_were(training: Training) -> None:
-    output = training.model("x")
-    training.attachment.detach()
     assert type(training.model) is Model
-    assert training.optimizer.hooks == []
-    calls = [*training.marks.calls]
-    training.engine.backward(output["loss"])
-    training.optimizer.step()
-    assert training.marks.calls == calls

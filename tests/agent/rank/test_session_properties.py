@@ -6,7 +6,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
 from perseus.agent.energy.counter import CounterChange
-from perseus.agent.link.computation import Computation, Kind, Rank
+from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark, WaitMark
 from perseus.agent.rank.commands import EstimateEnergy, Send
 from perseus.agent.rank.events import (
@@ -22,7 +22,6 @@ from perseus.agent.rank.events import (
     TrainerJoined,
 )
 from perseus.agent.rank.messages import (
-    GpuDescription,
     Hold,
     MaxClock,
     PlanId,
@@ -37,9 +36,8 @@ from perseus.agent.rank.messages import (
 from perseus.agent.rank.sampling import EstimateRequest, estimate
 from perseus.agent.rank.session import Session
 from perseus.v1 import agent_service_pb2 as wire
+from tests.agent.rank.bench import GPU, LEASE_S, RANK
 
-RANK = Rank("job", 0, 0, 0)
-GPU = GpuDescription("GPU-1", "A100", (1400, 1000, 600))
 ORDERS = (
     (Computation(Kind.FORWARD, 0), Computation(Kind.FORWARD, 1), Computation(Kind.BACKWARD, 0)),
     (Computation(Kind.FIXED, 0), Computation(Kind.FORWARD, 0)),
@@ -48,8 +46,7 @@ COMPUTATIONS = st.sampled_from([*ORDERS[0], *ORDERS[1]])
 # Random choices are weighted so that most sessions make progress: plans in force, regular iterations.
 CLOCKS = st.sampled_from([*GPU.supported_clocks_mhz * 6, 0, 999])
 ORDER_INDICES = st.sampled_from([0] * 6 + [1])
-LEASE_S = 3.0
-MAX_CLOCKS = st.one_of(st.none(), st.builds(MaxClock, st.sampled_from([1400, 1100, 700, 100]), st.booleans()))
+MAX_CLOCKS = st.one_of(st.none(), st.builds(MaxClock, st.sampled_from([1400, 1100, 900, 100]), st.booleans()))
 
 
 class SessionMachine(RuleBasedStateMachine):
@@ -152,7 +149,7 @@ class SessionMachine(RuleBasedStateMachine):
         if self.max_clock is None or self.observe or self.session.has_ended:
             return
         own_mhz = max(
-            (mhz for mhz in GPU.supported_clocks_mhz if mhz <= self.max_clock.clock_mhz), default=600
+            (mhz for mhz in GPU.supported_clocks_mhz if mhz <= self.max_clock.clock_mhz), default=800
         )
         max_mhz = max(own_mhz, self.allowed_mhz)
         assert self.clock_mhz is not None
@@ -214,7 +211,7 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(clock_mhz=st.sampled_from(GPU.supported_clocks_mhz))
     def train_under_a_new_plan(self, clock_mhz: int) -> None:
         self.version += 1
-        clocks = StageClocks(ORDERS[0], (clock_mhz, 1000, 600))
+        clocks = StageClocks(ORDERS[0], (clock_mhz, 1000, 800))
         self.repeat(PlanOffer(RANK, PlanId("e", self.version), self.iteration + 1, LEASE_S, clocks))
         self.train_to_order()
 

@@ -121,22 +121,13 @@ def train(rank: Rank) -> None:
     """Train one rank."""
     task, training = rank.task, Training(rank)
     schedule = training.schedule()
-    stages = getattr(schedule, "_stages", None) or [schedule._stage]
-    before = [dict(vars(owner)) for owner in (schedule, *stages)]
     # Without a mesh, ranks synchronise when they attach.
     hook = partial(attach, schedule, device_mesh=None if task.planted else training.mesh)
     with rank.attached(hook, training.pipeline, training.stage, training.tensor):
         for iteration in rank.iterations(task.iteration_count):
             training.iterate(schedule, iteration)
     if task.is_noted:
-        check_detached((schedule, *stages), before)
         training.compute(schedule.step, seed=0)  # training still works
-
-
-def check_detached(owners: tuple[Any, ...], before: list[dict[str, Any]]) -> None:
-    wrapped = {"step", "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"}
-    for owner, old in zip(owners, before, strict=True):
-        assert not wrapped & vars(owner).keys() - old.keys()
 
 
 if __name__ == "__main__":

@@ -1,24 +1,6 @@
-import itertools
-
 import pytest
 
 from perseus.agent.probe.placement import NO_GPU, Placement, place_among_pipelines, place_in_mesh
-
-NAMES, SIZES = ("pp", "dp_replicate", "dp_shard", "cp", "tp"), (4, 2, 3, 2, 2)
-
-
-def test_a_mesh_s_other_dimensions_number_pipelines() -> None:
-    assert place_in_mesh(NAMES, SIZES, (3, 1, 2, 1, 0), "GPU-1") == Placement(
-        pipeline=5, pipeline_count=6, stage=3, stage_count=4, tensor=2, tensor_count=4, gpu_uuid="GPU-1"
-    )
-
-
-def test_every_rank_of_a_mesh_has_a_place_of_its_own() -> None:
-    places = {
-        place_in_mesh(NAMES, SIZES, coordinates, NO_GPU)
-        for coordinates in itertools.product(*map(range, SIZES))
-    }
-    assert len(places) == 4 * 2 * 3 * 2 * 2
 
 
 def test_a_mesh_may_have_other_dimension_names() -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -169,33 +168,6 @@ def test_a_function_that_calls_the_model_is_marked_in_its_stead(training: Traini
     attachment.detach()
     assert vars(strategy) == {}
     assert training.optimizer.hooks == []
-
-
-def test_copies_and_pickles_have_the_original_class(training: Training) -> None:
-    assert vars(training.model) == {}
-    copies = [
-        copy.copy(training.model),
-        copy.deepcopy(training.model),
-        pickle.loads(pickle.dumps(training.model)),
-        training.model.__class__(),
-    ]
-    assert [type(each) for each in copies] == 4 * [Model]
-
-
-def test_a_call_that_is_being_compiled_is_the_original_one(training: Training) -> None:
-    training.is_compiling = True
-    training.engine.backward(training.model("x")["loss"])
-    training.optimizer.step()
-    assert training.marks.calls == []
-
-
-def test_a_call_within_the_backward_belongs_to_it(training: Training) -> None:
-    """As by a checkpoint of the whole model that is not reentrant."""
-    for value in ("first", "second"):
-        output = training.model(value)
-        training.engine.backward(output["loss"], recompute=partial(training.model, value))
-    training.optimizer.step()
-    assert training.marks.calls[:-1] == iteration_of((F, 0), (B, 0), (F, 1), (B, 1))
 
 
 @pytest.mark.parametrize("is_summed", [False, True])

@@ -4,30 +4,26 @@ from perseus.agent.rank.clock_counters import ClockCounters
 from tests.agent.clocks.test_keeper import LATENCY_S, Bench
 
 
-def test_a_computation_at_its_clock() -> None:
+@pytest.mark.parametrize(
+    ("planned_mhz", "clocks", "late_count", "missed_count", "on_clock_s"),
+    [
+        pytest.param(1000, [(1000, 2.0)], 0, 0, 3.0, id="at its clock"),
+        pytest.param(1000, [(1400, 2.0), (1000, 3.0), (1200, 4.5)], 0, 0, 1.5, id="a lower clock comes late"),
+        pytest.param(1400, [(1000, 2.0), (1400, 2.5)], 1, 0, 2.5, id="a raise comes late"),
+        pytest.param(None, [(1400, 2.0), (None, 2.5)], 1, 0, 2.5, id="stock is the highest clock"),
+        pytest.param(1400, [(None, 2.0)], 0, 1, 0.0, id="never at its clock"),
+    ],
+)
+def test_a_computation_is_counted(
+    planned_mhz: int | None,
+    clocks: list[tuple[int | None, float]],
+    late_count: int,
+    missed_count: int,
+    on_clock_s: float,
+) -> None:
     counters = ClockCounters()
-    counters.add(1000, [(1000, 2.0)], 5.0)
-    assert counters == ClockCounters(computation_count=1, computation_time_s=3.0, on_clock_time_s=3.0)
-
-
-def test_a_lower_clock_that_comes_late_costs_time_on_clock_only() -> None:
-    counters = ClockCounters()
-    counters.add(1000, [(1400, 2.0), (1000, 3.0), (1200, 4.5)], 5.0)
-    assert counters == ClockCounters(computation_count=1, computation_time_s=3.0, on_clock_time_s=1.5)
-
-
-def test_a_raise_that_comes_late_is_counted_and_stock_is_the_highest_clock() -> None:
-    counters = ClockCounters()
-    counters.add(1400, [(1000, 2.0), (1400, 2.5)], 5.0)
-    counters.add(None, [(1400, 5.0), (None, 5.5)], 6.0)
-    counters.add(1400, [(None, 6.0)], 7.0)
-    assert counters == ClockCounters(
-        computation_count=3,
-        late_raise_count=2,
-        missed_count=1,
-        computation_time_s=5.0,
-        on_clock_time_s=3.0,
-    )
+    counters.add(planned_mhz, clocks, 5.0)
+    assert counters == ClockCounters(0, 1, late_count, missed_count, 3.0, on_clock_s)
 
 
 def test_the_statistics_have_the_keepers_predictions() -> None:

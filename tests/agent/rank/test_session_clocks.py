@@ -3,9 +3,13 @@
 Its maximum clock replaces stock where nothing is planned, and limits held clocks.
 """
 
+from itertools import pairwise
+
 import pytest
 
-from perseus.agent.clocks.sets import ResetClock, ScheduleClock, SetClock
+from perseus.agent.clocks.foreign import ForeignClock
+from perseus.agent.clocks.sets import RepeatSet, ResetClock, ScheduleClock, SetClock
+from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.rank.commands import Command
 from perseus.agent.rank.events import (
@@ -29,6 +33,7 @@ from tests.agent.rank.bench import (
     Run,
     Script,
     begin,
+    clock_set,
     counted,
     end,
     idle_at,
@@ -128,26 +133,10 @@ SCRIPTS: dict[str, Script] = {
         (RankRefused(RANK, "JOB_QUARANTINED", "", MaxClock(800)), [SetClock(800)]),
         (RankRefused(RANK, "JOB_NOT_FOUND", ""), [ResetClock()]),
     ],
-    "another order runs at the maximum clock of its answer": [
-        (RankAccepted(RANK, (F0, F1), MaxClock(1000)), [SetClock(1000)]),
-        (begin(0), []),
-        (begin(F0), []),
-    ],
     "a refusal ends a plan at the maximum clock that comes with it": [
         *UNDER_A_MAX_CLOCK,
         begin(0),
         (RankRefused(RANK, "JOB_QUARANTINED", "", MaxClock(800)), [SetClock(800), in_force(0, 1)]),
-    ],
-    "the maximum clock ends with the lease and so does the plan": [
-        *UNDER_A_MAX_CLOCK,
-        begin(0),
-        begin(F0),
-        (After(LEASE_S + 0.1), [ResetClock(), in_force(0, 1)]),
-    ],
-    "the maximum clock ends with the lease without a plan too": [
-        limit(1000),
-        (After(LEASE_S - 0.1), []),
-        (After(0.2), [ResetClock()]),
     ],
     "a maximum clock that outlasts the lease keeps the plan with it": [
         limit(1000, outlasts_lease=True),
@@ -291,3 +280,83 @@ def test_a_maximum_clock_during_an_iteration(
     bench.now_s += 0.05
     rows = [row for each in telemetry(counted(bench, 100.0)) for row in each.iterations]
     assert [(row.iteration, row.has_clock_change) for row in rows] == [(0, False), (1, has_clock_change)]
+
+
+# --- Another client of the driver --------------------------------------------------------------------------
+
+
+def run_reading(bench: Bench, first: int, count: int, read_mhz: int) -> list[Command]:
+    """Run iterations of 0.8 s, with a clock read in the middle of each computation."""
+    commands: list[Command] = []
+    for number in range(first, first + count):
+        commands += bench.do(begin(number))
+        for computation in bench.order:
+            commands += bench.do(begin(computation))
+            bench.now_s += 0.1
+            change = CounterChange(bench.now_s, bench.now_s, 0.002, 0, 0, read_mhz, bench.now_s + 0.01)
+            commands += bench.do(change)
+            bench.now_s += 0.1
+            commands += bench.do(end(computation))
+        commands += bench.do(end(number))
+    return commands
+
+
+def on_hold(bench: Bench) -> Bench:
+    bench.do(offer(1, 0, Hold(1000)))
+    bench.do(clock_set(1000, bench.now_s))
+    return bench
+
+
+def test_a_foreign_clock_is_reported_and_does_not_count_as_on_clock(bench: Bench) -> None:
+    commands = run_reading(on_hold(bench), 0, 20, read_mhz=800)
+    reported = [each.foreign_clock for each in telemetry(commands)]
+    assert (reported[0], reported[-1]) == (None, ForeignClock(800, 1000))
+    clocks = telemetry(commands)[-1].clocks
+    assert clocks is not None
+    assert clocks.on_clock_time_s == 0.0
+    assert clocks.missed_count == clocks.late_raise_count == clocks.computation_count > 0
+    bench.do(clock_set(1000, bench.now_s))
+    commands = run_reading(bench, 20, 20, read_mhz=1000)
+    assert telemetry(commands)[-1].foreign_clock is None
+    assert RepeatSet() not in commands
+    assert bench.session.foreign_clock is None
+
+
+def test_a_clock_is_set_again_after_growing_delays(bench: Bench) -> None:
+    """A client that holds the clock, lets go for 16 s, and comes back."""
+    on_hold(bench)
+    set_at_s: list[float] = []
+    for number in range(1200):
+        commands = run_reading(bench, number, 1, read_mhz=1000 if 500 <= number < 520 else 800)
+        if RepeatSet() in commands:
+            set_at_s.append(bench.now_s)
+    delays_s = [later_s - earlier_s for earlier_s, later_s in pairwise(set_at_s)]
+    assert delays_s == pytest.approx([60.0, 120.0, 240.0, 480.0], abs=1.0)
+
+
+def test_a_foreign_clock_at_stock_is_reported_also_by_an_agent_that_only_observes() -> None:
+    bench = Bench(observe=True).accepted()
+    commands = run_reading(bench, 0, 20, read_mhz=800)
+    assert telemetry(commands)[-1].foreign_clock == ForeignClock(800, None)
+    assert telemetry(commands)[-1].rank == RANK
+    assert RepeatSet() not in commands, "none was set"
+
+
+def test_a_clock_read_in_a_gap_or_around_a_set_proves_nothing(bench: Bench) -> None:
+    on_hold(bench)
+    commands: list[Command] = []
+    for number in range(20):
+        commands += bench.do(begin(number))
+        for computation in bench.order:
+            bench.now_s += 0.1
+            commands += bench.do(CounterChange(bench.now_s, bench.now_s, 0.002, 0, 0, 800, bench.now_s))
+            bench.now_s += 0.01
+            commands += bench.do(begin(computation))
+            bench.now_s += 0.05
+            commands += bench.do(clock_set(1000, bench.now_s))
+            bench.now_s += 0.04
+            commands += bench.do(CounterChange(bench.now_s, bench.now_s, 0.002, 0, 0, 800, bench.now_s))
+            bench.now_s += 0.1
+            commands += bench.do(end(computation))
+        commands += bench.do(end(number))
+    assert {each.foreign_clock for each in telemetry(commands)} == {None}

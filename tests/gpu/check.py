@@ -62,6 +62,7 @@ def check(torch: Any, page: Path) -> bool:
     from perseus.agent.gpu.nvml import NvmlGpu
     from perseus.agent.probe.placement import gpu_uuid
     from perseus.agent.sidecar.self_test import gpu_findings
+    from perseus.demo.processes import ClusterError
     from tests.gpu import claims, edges, energy, pipeline
     from tests.gpu.edges import NotedProbe
     from tests.gpu.loads import MatrixProducts
@@ -126,7 +127,7 @@ def check(torch: Any, page: Path) -> bool:
             with claims.observing_agent(Path(folder), {}) as socket:
                 add("claims", lambda: claims.claim_findings(socket, uuid))
                 add("hook", hook)
-        except claims.AgentError as error:
+        except ClusterError as error:
             findings.append(judged("agent", str(error), "one that listens", False))
 
     def training() -> list[Finding]:

@@ -1,17 +1,15 @@
 """An agent that observes a GPU, and a second process that claims what the first one has."""
 
-import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from perseus.agent.probe.client import Probe
+from perseus.demo.processes import ClusterError, Process
 from tests.gpu.report import Finding, judged
 
-_START_TIMEOUT_S = 30.0
 _AGENT = (
     "import asyncio; from perseus.agent.sidecar.settings import AgentSettings; "
     "from perseus.agent.sidecar.shell import run; asyncio.run(run(AgentSettings()))"
@@ -25,17 +23,13 @@ sys.exit(0 if probe.is_connected else 3)
 """
 
 
-class AgentError(Exception):
-    """The agent did not come up, and what it said last."""
-
-
 @contextmanager
 def observing_agent(folder: Path, environment: Mapping[str, str]) -> Iterator[Path]:
     """An agent that never sets a clock, with no coordinator; yields its socket.
 
-    `environment` says where its GPUs are, if not in NVML. AgentError if it doesn't come up.
+    `environment` says where its GPUs are, if not in NVML. ClusterError if it doesn't come up.
     """
-    socket, log = folder / "agent.sock", folder / "agent.log"
+    socket = folder / "agent.sock"
     settings = {
         "OBSERVE": "true",
         "COORDINATOR": "127.0.0.1:1",
@@ -43,28 +37,15 @@ def observing_agent(folder: Path, environment: Mapping[str, str]) -> Iterator[Pa
         "RESTORE_FOLDER": str(folder / "records"),
         "GRANTS": str(folder / "grants"),
     }
-    with log.open("wb") as output:
-        agent = subprocess.Popen(
-            [sys.executable, "-c", _AGENT],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={
-                **os.environ,
-                **{f"PERSEUS_AGENT_{name}": value for name, value in settings.items()},
-                **environment,
-            },
-        )
-    try:
-        deadline_s = time.monotonic() + _START_TIMEOUT_S
-        while not socket.exists():
-            if agent.poll() is not None or time.monotonic() > deadline_s:
-                message = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
-                raise AgentError(f"the agent does not listen; it said: {message[-1]}")
-            time.sleep(0.05)
+    own = {f"PERSEUS_AGENT_{name}": value for name, value in settings.items()}
+    with Process(folder / "agent.log", "-c", _AGENT, environment={**own, **environment}) as agent:
+        agent.launch()
+        try:
+            agent.until(socket.exists, "an agent that listens")
+        except ClusterError as error:
+            said = agent.log.read_text(errors="replace").strip().splitlines() or ["nothing"]
+            raise ClusterError(f"{error}; it said: {said[-1]}") from None
         yield socket
-    finally:
-        agent.terminate()
-        agent.wait()
 
 
 def claim_findings(socket: Path, gpu_uuid: str) -> list[Finding]:

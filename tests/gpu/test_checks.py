@@ -12,13 +12,14 @@ from perseus.agent.energy.regression import Span
 from perseus.agent.gpu.nvml import NvmlGpu
 from perseus.agent.sidecar.self_test import gpu_findings
 from perseus.demo import nvml_stub
+from perseus.demo.processes import ClusterError
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import Work
 from tests.agent.counter_simulation import POWER_W, simulate
 from tests.agent.probe.test_device_marks import Device, Event
 from tests.gpu import edges
 from tests.gpu.check import self_test_findings
-from tests.gpu.claims import AgentError, claim_findings, observing_agent
+from tests.gpu.claims import claim_findings, observing_agent
 from tests.gpu.edges import edge_findings
 from tests.gpu.energy import Recording, fitting_sequence, judge, judging_sequence, regression_findings
 from tests.gpu.report import Finding, Verdict
@@ -167,7 +168,7 @@ def test_a_claim_that_is_not_refused_is_found(environment: dict[str, str], tmp_p
 def test_an_agent_that_does_not_come_up_says_why(tmp_path: Path) -> None:
     broken = {"PERSEUS_AGENT_GPU_BACKEND": "emulated"}
     with (
-        pytest.raises(AgentError, match="the agent does not listen; it said: "),
+        pytest.raises(ClusterError, match=r"expected an agent that listens .*; it said: ..."),
         observing_agent(tmp_path, broken),
     ):
         pass

@@ -113,12 +113,9 @@ class Case:
         )
         return replace(task, **more)
 
-    def under(
-        self, cluster: Cluster, run_dir: Path, folder: Path, *, first: tuple[int, int] = (0, 0), **more: Any
-    ) -> TrainerTask:
-        """Return its training under a cluster's agents, on the GPUs from a (pipeline, stage) on."""
-        pipelines = range(first[0], first[0] + self.pipeline_count)
-        gpus = range(first[1], first[1] + self.nodes.stage_count)
+    def under(self, cluster: Cluster, run_dir: Path, folder: Path, **more: Any) -> TrainerTask:
+        """Return its training under a cluster's agents."""
+        pipelines, gpus = range(self.pipeline_count), range(self.nodes.stage_count)
         return self.task(
             folder,
             run_dir=str(run_dir),

@@ -5,8 +5,6 @@ profiled, the plan is in force on every rank and is to save energy, losses are e
 end all GPUs are at stock. What the plans really save, `benchmarks/framework_plans.py` measures.
 """
 
-import asyncio
-import time
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -18,8 +16,6 @@ import pytest
 if find_spec("torch") is None:
     pytest.skip("torch is not installed; `make test-frameworks` has it", allow_module_level=True)
 
-from perseus.demo.cluster import Cluster
-from perseus.v1 import job_pb2
 from tests.frameworks.cases import (
     STEADY_MICROBATCHES,
     TWO_CHUNKS,
@@ -31,15 +27,15 @@ from tests.frameworks.cases import (
     one_chunk,
     whole_model,
 )
-from tests.frameworks.real_run import PLAN_TIMEOUT_S, real_run
-from tests.frameworks.trainers import TrainerTask
+from tests.frameworks.real_run import real_run
 from tests.frameworks.versions import NEWEST_TORCH, skip_unless_there
 
 pytestmark = [pytest.mark.slow("trains for real, with the framework"), pytest.mark.timeout(900)]
 
 STRAGGLER, SLOWDOWN = 1, 1.3
 BUDGET_PERCENT = 20.0
-SECOND = "second"
+
+
 of_another_layout = pytest.mark.nightly("another layout of a framework that CI trains once")
 
 on_two = partial(Case, stage_weights=TWO_STAGES, forward_s=0.04, backward_s=0.08)
@@ -151,30 +147,3 @@ async def test_a_straggling_replica_is_detected_and_answered(case: Case, tmp_pat
         job = await run.planned_job()
         assert job.planned_iteration_time_s[0] > 1.15 * job.t_min_s, "the others take the time that there is"
     check_losses(case, run.task)
-
-
-@of_another_layout
-@pytest.mark.parametrize("is_observed", [True, False], ids=["the other only observed", "one agent"])
-async def test_two_trainings_on_one_node(is_observed: bool, tmp_path: Path) -> None:
-    """The second one has an agent that never sets clocks, or GPUs of the first one's agent."""
-    case = on_two("torch", "1F1B")
-    more = {"pipeline_count": 2} if is_observed else {"stage_weights": 2 * TWO_STAGES}
-    tasks: list[TrainerTask] = []
-
-    def start_second(cluster: Cluster, run_dir: Path) -> None:
-        first = (1, 0) if is_observed else (0, 2)
-        tasks.append(case.under(cluster, run_dir, tmp_path / SECOND, first=first, job_id=SECOND))
-        cluster.start_trainer(SECOND, *case.command(*tasks))
-
-    observing = [1] if is_observed else []
-    nodes = replace(case.nodes, **more)
-    async with real_run(case, tmp_path, nodes=nodes, observing=observing, start_others=start_second) as run:
-        await run.until_planned()
-        expected = job_pb2.JOB_STATE_STOCK if is_observed else job_pb2.JOB_STATE_PLANNED
-        deadline_s = time.monotonic() + PLAN_TIMEOUT_S
-        while (job := await run.job(SECOND)).state != expected:
-            assert time.monotonic() < deadline_s, job
-            await asyncio.sleep(1.0)
-        assert ("not permitted" in job.state_reason) == is_observed
-    for task in (run.task, *tasks):
-        check_losses(case, task)

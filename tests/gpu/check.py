@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,9 @@ def check(torch: Any, page: Path) -> bool:
         return self_test_findings(gpu_findings(uuid))
 
     def regression() -> list[Finding]:
-        gpu = NvmlGpu(uuid)
-        try:
+        with closing(NvmlGpu(uuid)) as gpu:
             loads = MatrixProducts(torch, device, gpu)
             return [Finding("known loads", ", ".join(loads.kinds)), *energy.regression_findings(gpu, loads)]
-        finally:
-            gpu.close()
 
     def events() -> list[Finding]:
         from perseus.agent.probe.torch_marks import CudaEvents
@@ -131,12 +129,9 @@ def check(torch: Any, page: Path) -> bool:
             findings.append(judged("agent", str(error), "one that listens", False))
 
     def training() -> list[Finding]:
-        gpu = NvmlGpu(uuid)
-        try:
+        with closing(NvmlGpu(uuid)) as gpu:
             synchronize = partial(torch.cuda.synchronize, device)
             return pipeline.training_findings(gpu, device, NotedProbe(), synchronize)
-        finally:
-            gpu.close()
 
     add("training", training)
     add("graphs", lambda: pipeline.capture_findings(device))

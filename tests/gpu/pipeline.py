@@ -4,7 +4,7 @@ import itertools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from statistics import mean, median
@@ -25,7 +25,7 @@ from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.placement import Placement
 from perseus.agent.torch import attach
 from tests.gpu.edges import NotedProbe
-from tests.gpu.energy import Recording, predicted, record
+from tests.gpu.energy import predicted, record
 from tests.gpu.report import Finding, judged
 
 SCHEDULES = {"1F1B": 1, "Interleaved1F1B": 4, "LoopedBFS": 4, "InterleavedZeroBubble": 4}
@@ -141,10 +141,8 @@ def training_findings(
     probe: NotedProbe,
     synchronize: Callable[[], None],
     *,
-    make_stage: Callable[[int], nn.Module] = layers,
     width: int = 16_384,
     durations_s: tuple[float, float] = (40.0, 20.0),
-    record: Callable[[Gpu, Callable[[], Sequence[Span[str]]]], Recording] = record,
 ) -> list[Finding]:
     """The energy of a real training, predicted by the powers of its computations in an earlier part of it.
 
@@ -152,7 +150,7 @@ def training_findings(
     Under GPipe all computations of a kind follow each other; the stage has as many layers as that takes.
     """
     with alone():
-        schedule, step = make_step("GPipe", device, _long(make_stage, width, device, synchronize), width)
+        schedule, step = make_step("GPipe", device, _long(width, device, synchronize), width)
         attachment = attach(schedule, job_id="test-training", connect=lambda **_: probe)
         step()  # the first one registers
         recordings = [
@@ -163,11 +161,9 @@ def training_findings(
     return predicted("energy of a training", [Kind.FORWARD.name, Kind.BACKWARD.name], *recordings)
 
 
-def _long(
-    make_stage: Callable[[int], nn.Module], width: int, device: torch.device, synchronize: Callable[[], None]
-) -> Callable[[int], nn.Module]:
+def _long(width: int, device: torch.device, synchronize: Callable[[], None]) -> Callable[[int], nn.Module]:
     """Repeat a stage so often that the forwards of an iteration take `_RUN_S`."""
-    stage, tensor = make_stage(width).to(device), torch.randn(4, width, device=device)
+    stage, tensor = layers(width).to(device), torch.randn(4, width, device=device)
     times_s = []
     for _ in range(5):
         synchronize()

@@ -1,7 +1,5 @@
 """What `make test-gpu` needs torch for, on a CPU: training, and a whole run in which CUDA fails."""
 
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed here; `make test-frameworks` has it")
 
-from perseus.agent.energy.counter import CounterChange  # noqa: E402
-from perseus.agent.energy.regression import Span  # noqa: E402
 from perseus.demo import nvml_stub  # noqa: E402
-from tests.agent.fake_gpu import FakeGpu  # noqa: E402
 from tests.gpu import check  # noqa: E402
 from tests.gpu.edges import NotedProbe  # noqa: E402
-from tests.gpu.energy import Recording  # noqa: E402
-from tests.gpu.pipeline import SCHEDULES, alone, hook_findings, training_findings  # noqa: E402
-from tests.gpu.report import Verdict  # noqa: E402
+from tests.gpu.pipeline import SCHEDULES, alone, hook_findings  # noqa: E402
 
 pytestmark = pytest.mark.slow("imports torch, and trains with it")
 
@@ -39,42 +32,6 @@ def test_every_schedule_trains_and_its_computations_are_counted() -> None:
     for finding, probe, count in zip(findings, probes[::2], counts, strict=True):
         assert f"({count} an iteration" in finding.found
         assert {len(iteration) for iteration in probe.begins_ns} == {count}
-
-
-def counted(_gpu: object, run: Callable[[], Sequence[Span[str]]]) -> Recording:
-    """Return what a counter would show of a run whose computations draw 200 and 300 W, and waiting 80."""
-    begin_s = time.monotonic()
-    spans = run()
-    end_s = time.monotonic()
-
-    def energy_j(until_s: float) -> float:
-        drawn_w = {"FORWARD": 200.0, "BACKWARD": 300.0}
-        more_j = (
-            (drawn_w[span.key] - 80.0) * max(0.0, min(span.end_s, until_s) - span.begin_s) for span in spans
-        )
-        return 80.0 * (until_s - begin_s) + sum(more_j)
-
-    ticks = [begin_s + 0.02 * number for number in range(1, int((end_s - begin_s) / 0.02))]
-    return Recording(
-        [CounterChange(tick_s, energy_j(tick_s), 0.0005) for tick_s in ticks], spans, begin_s, end_s
-    )
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_powers_of_a_trainings_computations_predict_its_energy() -> None:
-    class Stage(torch.nn.Linear):  # type: ignore[misc, name-defined]
-        def forward(self, tensor: Any) -> Any:
-            time.sleep(0.01)
-            return super().forward(tensor)
-
-    torch.set_num_threads(1)
-    *powers, last = training_findings(
-        FakeGpu(), torch.device("cpu"), NotedProbe(), lambda: None,
-        make_stage=lambda width: Stage(width, width), width=2048, durations_s=(6.0, 3.0), record=counted,
-    )  # fmt: skip
-    assert [each.name for each in powers] == ["power, FORWARD", "power, BACKWARD", "power, waiting"]
-    assert last.name == "energy of a training"
-    assert last.verdict is Verdict.PASSED, [*powers, last]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -252,17 +251,6 @@ def test_many_optimizers_that_step_in_marked_iterations_are_not_reported(
         for optimizer in range(2 * MAX_UNMARKED_STEPS):
             training.attachment.note_step(optimizer, training.marked.why_unmarked)
     assert caplog.messages == []
-
-
-def test_a_model_that_is_deleted_is_not_kept_and_ends_the_attachment(training: Training) -> None:
-    training.model("x")
-    training.attachment.end_with(training.model)
-    gone = weakref.ref(training.model)
-    del training.model
-    gc.collect()
-    assert gone() is None
-    assert training.marks.calls[-1] == ("close",)
-    assert training.optimizer.hooks == []
 
 
 def test_a_model_that_is_deleted_within_an_optimizers_step_leaves_hooks_alone(training: Training) -> None:

@@ -155,14 +155,10 @@ def test_a_second_process_that_claims_the_gpu_is_refused(environment: dict[str, 
         (finding,) = claim_findings(socket, UUID)
         assert finding.verdict is Verdict.PASSED, finding
         assert "another rank runs on it" in finding.found
+        (finding,) = claim_findings(socket, "GPU-nowhere")
+        assert finding.verdict is Verdict.FAILED, "what is not refused for that is seen"
     assert (tmp_path / "agent.log").exists()
     assert nvml_stub.Locks.read(tmp_path / "gpus" / "gpu-0") == nvml_stub.NO_LOCKS
-
-
-def test_a_claim_that_is_not_refused_is_found(environment: dict[str, str], tmp_path: Path) -> None:
-    with observing_agent(tmp_path, environment) as socket:
-        (finding,) = claim_findings(socket, "GPU-nowhere")
-        assert finding.verdict is Verdict.FAILED
 
 
 def test_an_agent_that_does_not_come_up_says_why(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import pytest
 
 from perseus.agent.probe import tested_versions
 from perseus.agent.probe.tested_versions import warn_if_untested
+from tests.frameworks.versions import MODULE, PAGE, literal, table, written
 
+REAL_RUNS = tested_versions.RUNS
 RUNS = [("megatron", "0.9.2", "2.9.0"), ("megatron", "0.16.1", "2.13.0"), ("torch", "2.15.0", "2.15.0")]
 
 
@@ -35,3 +37,9 @@ def test_a_version_is_logged_once(
         warn_if_untested(hook, version, torch)
     assert [record.levelno for record in caplog.records] == levels
     assert message in caplog.text
+
+
+def test_the_page_and_the_hooks_have_one_table() -> None:
+    """`tests/frameworks` compares it with the versions that are really trained with."""
+    assert written(PAGE) == table(REAL_RUNS)
+    assert written(MODULE) == literal(REAL_RUNS)

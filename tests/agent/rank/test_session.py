@@ -119,22 +119,6 @@ UNSPECIFIED: dict[str, Script] = {
         (Connected(LEASE_S), [joined(-1, spec_fingerprint="work")]),
     ],
 }
-OBSERVING: dict[str, Script] = {
-    "an observing session accepts stock only and sets nothing": [
-        (TrainerJoined(), []),
-        Connected(LEASE_S),
-        RankAccepted(RANK, ORDER),
-        (
-            offer(1, 0, Hold(1000)),
-            [refused(1, PlanRefusalReason.NOT_PERMITTED, "the agent only observes")],
-        ),
-        (offer(2, 0, Stock()), [accepted(2, -1)]),
-        (limit(1000), []),
-        (Run(0), [in_force(2, 0)]),
-        (begin(1), []),
-        (begin(F0), []),
-    ],
-}
 ACCEPTED: dict[str, Script] = {
     "a plan ends with its specification": [
         *HELD,
@@ -310,11 +294,22 @@ def test_without_a_declared_job(script: Script) -> None:
     Bench(is_registered=False).follow(script)
 
 
-@pytest.mark.parametrize("script", OBSERVING.values(), ids=OBSERVING)
-def test_an_agent_that_only_observes(script: Script) -> None:
-    bench = Bench(observe=True)
-    bench.follow(script)
-    assert bench.do(Finish(0))[-1] == Send(rank_left(RANK, RankLeftReason.FINISHED))
+def test_an_agent_that_only_observes_accepts_stock_only_and_sets_nothing() -> None:
+    refusal = refused(1, PlanRefusalReason.NOT_PERMITTED, "the agent only observes")
+    Bench(observe=True).follow(
+        [
+            (TrainerJoined(), []),
+            Connected(LEASE_S),
+            RankAccepted(RANK, ORDER),
+            (offer(1, 0, Hold(1000)), [refusal]),
+            (offer(2, 0, Stock()), [accepted(2, -1)]),
+            (limit(1000), []),
+            (Run(0), [in_force(2, 0)]),
+            (begin(1), []),
+            (begin(F0), []),
+            (Finish(0), [Send(rank_left(RANK, RankLeftReason.FINISHED))]),
+        ]
+    )
 
 
 @pytest.mark.parametrize("script", ACCEPTED.values(), ids=ACCEPTED)

@@ -53,43 +53,34 @@ FULLY_SHARDED = Case(
 )
 
 
-def nightly(case: Case, *others: object, name: str) -> Any:
-    return pytest.param(case, *others, marks=of_another_layout, id=name)
+def of(case: Case, *others: object, is_nightly: bool = True) -> Any:
+    """Return a row that is named after its case."""
+    ranks = f"{case.pipeline_count} x {len(case.stage_weights)} x {case.tensor_count} ranks"
+    names = (case.trainer, case.schedule, ranks, case.break_for, *case.beside)
+    marks = of_another_layout if is_nightly else ()
+    return pytest.param(case, *others, marks=marks, id=", ".join(filter(None, names)))
+
+
+in_ci = partial(of, is_nightly=False)
 
 
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        pytest.param(on_two("torch", "1F1B"), two, id="torch, 1F1B"),
-        pytest.param(briefly_on_two("megatron", "1f1b-timers"), two, id="Megatron-Core, 1F1B by timers"),
-        pytest.param(briefly_on_two("deepspeed", "1f1b"), two, id="DeepSpeed, 1F1B"),
-        pytest.param(
-            briefly_on_two("torchtitan", "1F1B", forward_s=0.03, backward_s=0.06), two, id="torchtitan, 1F1B"
-        ),
-        nightly(on_four("torch", "1F1B", pipeline_count=4), four, name="torch, 1F1B, 16 ranks"),
-        nightly(on_four("megatron", "1f1b-timers"), four, name="Megatron-Core, 1F1B by timers, 4 ranks"),
-        nightly(on_four("deepspeed", "1f1b"), four, name="DeepSpeed, 1F1B, 4 ranks"),
-        nightly(
-            on_two("torch", "Interleaved1F1B", chunk_count=2), TWO_CHUNKS, name="torch, interleaved 1F1B"
-        ),
-        nightly(on_two("torch", "ZBVZeroBubble", chunk_count=2), None, name="torch, ZBV"),
-        nightly(on_two("torch", "DualPipeV", chunk_count=2), None, name="torch, DualPipeV"),
-        nightly(
-            on_two("torch", "1F1B", pipeline_count=2, tensor_count=2),
-            two,
-            name="torch, data and tensor parallel",
-        ),
-        nightly(on_two("torch", "1F1B", break_for="evaluation"), two, name="torch, evaluations"),
-        nightly(
-            on_two("megatron", "interleaved", chunk_count=2),
-            TWO_CHUNKS,
-            name="Megatron-Core, interleaved 1F1B",
-        ),
-        nightly(
-            on_two("torchtitan", "1F1B", forward_s=0.08, backward_s=0.16, beside=[NEWEST_TORCH]),
-            two,
-            name="the newest torchtitan, 1F1B",
-        ),
+        in_ci(on_two("torch", "1F1B"), two),
+        in_ci(briefly_on_two("megatron", "1f1b-timers"), two),
+        in_ci(briefly_on_two("deepspeed", "1f1b"), two),
+        in_ci(briefly_on_two("torchtitan", "1F1B", forward_s=0.03, backward_s=0.06), two),
+        of(on_four("torch", "1F1B", pipeline_count=4), four),
+        of(on_four("megatron", "1f1b-timers"), four),
+        of(on_four("deepspeed", "1f1b"), four),
+        of(on_two("torch", "Interleaved1F1B", chunk_count=2), TWO_CHUNKS),
+        of(on_two("torch", "ZBVZeroBubble", chunk_count=2), None),
+        of(on_two("torch", "DualPipeV", chunk_count=2), None),
+        of(on_two("torch", "1F1B", pipeline_count=2, tensor_count=2), two),
+        of(on_two("torch", "1F1B", break_for="evaluation"), two),
+        of(on_two("megatron", "interleaved", chunk_count=2), TWO_CHUNKS),
+        of(on_two("torchtitan", "1F1B", forward_s=0.08, backward_s=0.16, beside=[NEWEST_TORCH]), two),
     ],
 )
 async def test_a_pipeline_is_planned(case: Case, expected: Orders | None, tmp_path: Path) -> None:
@@ -105,9 +96,9 @@ async def test_a_pipeline_is_planned(case: Case, expected: Orders | None, tmp_pa
     "case",
     [
         # 5 and 10 ms, between updates of a counter every 100 ms
-        pytest.param(replace(DATA_PARALLEL, forward_s=0.005, backward_s=0.01, pipeline_count=2), id="DDP"),
-        pytest.param(replace(FULLY_SHARDED, forward_s=0.005, backward_s=0.01), id="FSDP2"),
-        nightly(replace(FULLY_SHARDED, schedule="hsdp", pipeline_count=4), name="HSDP"),
+        in_ci(replace(DATA_PARALLEL, forward_s=0.005, backward_s=0.01, pipeline_count=2)),
+        in_ci(replace(FULLY_SHARDED, forward_s=0.005, backward_s=0.01)),
+        of(replace(FULLY_SHARDED, schedule="hsdp", pipeline_count=4)),
     ],
 )
 async def test_replicas_are_planned_within_a_slowdown_budget(case: Case, tmp_path: Path) -> None:
@@ -130,10 +121,7 @@ async def test_replicas_are_planned_within_a_slowdown_budget(case: Case, tmp_pat
     check_losses(case, run.task)
 
 
-@of_another_layout
-@pytest.mark.parametrize(
-    "case", [REPLICATED, DATA_PARALLEL, FULLY_SHARDED], ids=["pipelines", "DDP", "FSDP2"]
-)
+@pytest.mark.parametrize("case", map(of, (REPLICATED, DATA_PARALLEL, FULLY_SHARDED)))
 async def test_a_straggling_replica_is_detected_and_answered(case: Case, tmp_path: Path) -> None:
     """The fast replicas' wait for a slow one is not part of their computations."""
     async with real_run(case, tmp_path) as run:

@@ -106,23 +106,16 @@ class Rank:
 
     def iterations(self, iteration_count: int) -> Iterator[int]:
         """Number iterations until the end: the first rank sees it, and the others hear of it after each."""
-        for iteration in count():
-            yield iteration
-            if self.hears(
-                Path(self.task.run_dir, STOP_FILE).exists()
-                if self.task.sockets
-                else iteration + 1 == iteration_count
-            ):
-                break
-
-    def hears(self, what: bool) -> bool:
-        """Whether the first rank says so, which all ranks wait for."""
         import torch
         from torch import distributed
 
-        word = torch.tensor(float(what))
-        distributed.broadcast(word, 0)
-        return bool(word.item())
+        for iteration in count():
+            yield iteration
+            stops = Path(self.task.run_dir, STOP_FILE).exists()
+            is_last = torch.tensor(float(stops if self.task.sockets else iteration + 1 == iteration_count))
+            distributed.broadcast(is_last, 0)
+            if is_last:
+                break
 
     def leave_losses(self, pipeline: int, losses: Sequence[float]) -> None:
         """Append an iteration's losses to a pipeline's file, bit for bit."""

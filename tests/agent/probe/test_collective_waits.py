@@ -42,26 +42,22 @@ def module(state: Any, *others: Any) -> Any:
 GROUP, OTHER = Group(), Group()
 
 
+def state(**places: Any) -> Any:
+    return module(SimpleNamespace(**places))
+
+
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (module(SimpleNamespace(_fsdp_param_groups=[GROUP, OTHER])), [GROUP, OTHER]),
-        (module(SimpleNamespace(_fsdp_param_group=GROUP)), [GROUP]),
-        (module(SimpleNamespace(_fsdp_param_group=None)), []),
-        (
-            module(
-                SimpleNamespace(_fsdp_param_group=GROUP), module(SimpleNamespace(_fsdp_param_group=GROUP))
-            ),
+        pytest.param(state(_fsdp_param_groups=[GROUP, OTHER]), [GROUP, OTHER], id="several groups"),
+        pytest.param(state(_fsdp_param_group=GROUP), [GROUP], id="one group"),
+        pytest.param(state(_fsdp_param_group=None), [], id="no parameters of its own"),
+        pytest.param(
+            module(SimpleNamespace(_fsdp_param_group=GROUP), state(_fsdp_param_group=GROUP)),
             [GROUP],
+            id="sharded together",
         ),
-        (SimpleNamespace(modules=lambda: iter([SimpleNamespace()])), []),
-    ],
-    ids=[
-        "several groups",
-        "one group",
-        "no parameters of its own",
-        "modules sharded together",
-        "not sharded",
+        pytest.param(SimpleNamespace(modules=lambda: iter([SimpleNamespace()])), [], id="not sharded"),
     ],
 )
 def test_groups_are_found_in_every_version_s_place(model: Any, expected: list[Group]) -> None:

@@ -121,7 +121,7 @@ async def test_replicas_are_planned_within_a_slowdown_budget(case: Case, tmp_pat
     check_losses(case, run.task)
 
 
-@pytest.mark.parametrize("case", map(of, (REPLICATED, DATA_PARALLEL, FULLY_SHARDED)))
+@pytest.mark.parametrize("case", [*map(of, (REPLICATED, DATA_PARALLEL, FULLY_SHARDED))])
 async def test_a_straggling_replica_is_detected_and_answered(case: Case, tmp_path: Path) -> None:
     """The fast replicas' wait for a slow one is not part of their computations."""
     async with real_run(case, tmp_path) as run:

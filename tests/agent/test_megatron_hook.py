@@ -87,11 +87,13 @@ def _forward_step_of_0_12(
 
 
 def _forward_step_of_0_16(
-    forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: Any, input_tensor: Any,
-    forward_data_store: Any, config: Any, cp_group_size: Any = 1, collect_non_loss_data: Any = False,
-    checkpoint_activations_microbatch: Any = None, is_first_microbatch: Any = False,
-    current_microbatch: Any = None, vp_stage: Any = None, is_last_stage: Any = True,
-) -> tuple[Any, int]:  # fmt: skip
+    step: Any,
+    data_iterator: Any,
+    model: Any,
+    *_more: Any,
+    current_microbatch: Any = None,
+    vp_stage: Any = None,
+) -> tuple[Any, int]:
     # With several inputs, a stage's output is a list.
     return [Tensor()], 7
 
@@ -320,16 +322,6 @@ def test_megatron_lms_loop_is_attached_while_it_trains(ends: BaseException | Non
     assert vars(megatron.module) == untouched
 
 
-def test_a_loop_that_cannot_be_attached_trains_as_before(caplog: pytest.LogCaptureFixture) -> None:
-    def refused(_config: Any) -> Attachment:
-        raise ValueError("no parallel state")
-
-    loop = Loop(Megatron("0.16", ONE_CHUNK), 2)
-    wrap_train(loop, refused)
-    assert loop.pretrain(SimpleNamespace(timers=None)) == (2, 0)
-    assert caplog.messages == ["not attached, training continues at stock clocks: no parallel state"]
-
-
 def test_a_sharded_model_is_not_marked_and_trains_as_before(caplog: pytest.LogCaptureFixture) -> None:
     marks, megatron = attached_schedules()
     sharded = type("TorchFullyShardedDataParallel", (), {})()
@@ -342,24 +334,28 @@ def test_a_sharded_model_is_not_marked_and_trains_as_before(caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize(
-    ("experts", "tensor_count", "is_refused"), [((1, 2), 2, False), ((2, 1), 2, False), ((2, 2), 2, True)]
+    ("of_experts", "gathering", "refusal"),
+    [
+        ((1, 2), {}, ""),
+        ((2, 1), {}, ""),
+        ((2, 2), {}, "found them on 4"),
+        ((1, 1), {"gtp_weight_remat_size": 1}, ""),
+        (
+            (1, 1),
+            {"expert_gtp_weight_remat_size": 2},
+            "expert_gtp_weight_remat_size: expected 1, found 2 ranks",
+        ),
+    ],
 )
-def test_experts_that_replicas_share_are_refused(
-    experts: tuple[int, int], tensor_count: int, is_refused: bool
+def test_weights_that_ranks_or_replicas_share_are_refused(
+    of_experts: tuple[int, int], gathering: dict[str, int], refusal: str
 ) -> None:
-    names = ("expert_model_parallel_size", "expert_tensor_parallel_size")
-    config = SimpleNamespace(**dict(zip(names, experts, strict=True)))
-    placement = Placement(0, 2, 0, 1, 0, tensor_count)
+    placement = Placement(0, 2, 0, 1, 0, 2)
     refuse_shared_weights(SimpleNamespace(), placement)
-    with pytest.raises(ValueError, match="found them on 4") if is_refused else nullcontext():
+    names = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+    config = SimpleNamespace(**dict(zip(names, of_experts, strict=True)), **gathering)
+    with pytest.raises(ValueError, match=refusal) if refusal else nullcontext():
         refuse_shared_weights(config, placement)
-
-
-def test_weights_that_ranks_gather_for_every_computation_are_refused() -> None:
-    placement = Placement(0, 2, 0, 1, 0, 1)
-    refuse_shared_weights(SimpleNamespace(gtp_weight_remat_size=1), placement)
-    with pytest.raises(ValueError, match="expert_gtp_weight_remat_size: expected 1, found 2 ranks"):
-        refuse_shared_weights(SimpleNamespace(expert_gtp_weight_remat_size=2), placement)
 
 
 def test_a_loop_without_a_configuration_is_refused() -> None:

@@ -3,7 +3,6 @@
 No rank ever waits for one that has given up, during attaching or later: the trainings end.
 """
 
-import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,9 +101,3 @@ def test_training_continues_with_equal_losses_and_the_log_has_rank_and_reason(
         logs = [(folder / f"log-{rank}").read_text() for rank in ranks]
         for rank in task.planted_ranks:
             assert "training continues at stock clocks: planted" in logs[rank], task.planted
-        # The other rank of the pipeline sees the failure if the orders have not been exchanged by then.
-        is_late = task.planted.endswith((".register", ".poll"))
-        if case is PIPELINES and task.planted_ranks == [1] and not is_late:
-            why = re.search(r"training continues at stock clocks: (rank|stage) 1: (.+)", logs[0])
-            assert why is not None, task.planted
-            assert why[2] in ("planted", "its order is missing"), task.planted

@@ -1,7 +1,9 @@
 """Known loads for a real GPU: matrix products at stock, of a size and type at which it keeps its clock."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from perseus.agent.gpu import ClockEventReason, Gpu
@@ -57,30 +59,25 @@ class MatrixProducts:
         self._execute(kind, self._unit_s[kind])
 
     def _capture(self, matrix: Any) -> _Products:
-        cuda = self._torch.cuda
-        product = self._torch.empty_like(matrix)
+        cuda, product = self._torch.cuda, self._torch.empty_like(matrix)
+        multiply = partial(self._torch.mm, matrix, matrix, out=product)
 
-        def multiply(count: int) -> float:
+        def time_s(run: Callable[[], object], count: int) -> float:
             cuda.synchronize(self._device)
             begun_s = time.monotonic()
             for _ in range(count):
-                self._torch.mm(matrix, matrix, out=product)
+                run()
             cuda.synchronize(self._device)
             return time.monotonic() - begun_s
 
-        multiply(3)
-        count = max(1, round(10 * _GRAPH_S / multiply(10)))
+        time_s(multiply, 3)
+        count = max(1, round(10 * _GRAPH_S / time_s(multiply, 10)))
         graph = cuda.CUDAGraph()
         with cuda.graph(graph):
             for _ in range(count):
-                self._torch.mm(matrix, matrix, out=product)
-        graph.replay()
-        cuda.synchronize(self._device)
-        begun_s = time.monotonic()
-        for _ in range(10):
-            graph.replay()
-        cuda.synchronize(self._device)
-        return _Products(graph, (matrix, product), (time.monotonic() - begun_s) / 10)
+                multiply()
+        time_s(graph.replay, 1)
+        return _Products(graph, (matrix, product), time_s(graph.replay, 10) / 10)
 
     def _execute(self, kind: str, duration_s: float) -> None:
         products = self._products[kind]

@@ -28,8 +28,8 @@ def test_every_schedule_trains_and_its_computations_are_counted() -> None:
     with alone():
         findings = hook_findings(torch.device("cpu"), connect, lambda: None, turns=2, iterations=6)
     assert len(findings) == len(SCHEDULES) == len(probes) / 2
-    counts = [16, 64, 64, 88]  # two kinds; of four stages; three kinds, the first stage's backward whole
-    for finding, probe, count in zip(findings, probes[::2], counts, strict=True):
+    # Two kinds; of four stages; three kinds, the first stage's backward whole.
+    for finding, probe, (_, count) in zip(findings, probes[::2], SCHEDULES.values(), strict=True):
         assert f"({count} an iteration" in finding.found
         assert {len(iteration) for iteration in probe.begins_ns} == {count}
 

@@ -4,8 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.energy.regression import (
@@ -254,16 +252,6 @@ CHANGES = [
 def test_cumulative_energy(time_s: float, expected_j: float | None) -> None:
     assert cumulative_energy_j(CHANGES, time_s) == expected_j
     assert cumulative_energy_j([], time_s) is None
-
-
-@given(st.lists(st.floats(1.0, 4.0), min_size=2, max_size=20).map(sorted))
-def test_energies_between_consecutive_moments_add_up_to_the_whole(moments_s: list[float]) -> None:
-    energies_j = [cumulative_energy_j(CHANGES, moment_s) for moment_s in moments_s]
-    known_j = [energy_j for energy_j in energies_j if energy_j is not None]
-    assert len(known_j) == len(moments_s)
-    steps_j = [later_j - earlier_j for earlier_j, later_j in pairwise(known_j)]
-    assert min(steps_j) >= 0
-    assert sum(steps_j) == pytest.approx(known_j[-1] - known_j[0])
 
 
 # --- The agent's estimates of iterations from these powers --------------------------------------------------

@@ -74,11 +74,6 @@ def test_a_table_that_differs_from_the_executed_order_is_logged_and_ignored(
     assert marks.registered[0]["schedule"][0] == ORDER
 
 
-def test_a_table_that_is_executed_is_not_logged(marks: MarksStub, caplog: pytest.LogCaptureFixture) -> None:
-    train(Attachment(ALONE, marks, beside(OTHER), table=ORDER))
-    assert not caplog.text
-
-
 def test_every_stages_work_is_registered(marks: MarksStub) -> None:
     other = ExecutedOrder(1, ORDER, work="one", layer_counts=(9,))
     train(Attachment(ALONE, marks, beside(other), work=lambda: StageWork("another", (12,))))

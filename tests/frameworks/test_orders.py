@@ -37,11 +37,8 @@ from tests.frameworks.versions import NEWEST_MEGATRON, NEWEST_TORCH, OTHER_MEGAT
 pytestmark = [pytest.mark.slow("trains for real, with the framework"), pytest.mark.timeout(600)]
 
 ITERATIONS = 3
-ACCUMULATED, EVERYDAY_ITERATIONS, SAVED_AFTER = (
-    2,
-    4,
-    2,
-)  # as in everyday_trainer, which imports the frameworks
+# As in everyday_trainer, which imports the frameworks.
+ACCUMULATED, EVERYDAY_ITERATIONS, SAVED_AFTER = 2, 4, 2
 of_another_version = pytest.mark.nightly("another version than the installed one")
 
 on_two = partial(Case, stage_weights=(1.0, 1.0), break_for="evaluation")

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.report import Finding, Report, append, judged
+
 NOTHING_TO_CHECK = 2
 _MAX_HELPER_MIB = 16.0
 _SHOWN = {
@@ -67,7 +69,6 @@ def check(torch: Any, page: Path) -> bool:
     from tests.gpu import claims, edges, energy, pipeline
     from tests.gpu.edges import NotedProbe
     from tests.gpu.loads import MatrixProducts
-    from tests.gpu.report import Finding, Report, append, judged
 
     driver = driver_or_why_not()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -145,10 +146,8 @@ def check(torch: Any, page: Path) -> bool:
     return report.has_passed
 
 
-def self_test_findings(found: Any) -> list[Any]:
+def self_test_findings(found: Any) -> list[Finding]:
     """The self-test's verdict, what bounds the GPU, and what could not be answered."""
-    from tests.gpu.report import Finding, judged
-
     text = "usable" if found.is_usable else "not usable"
     findings = [judged("self-test", text, "usable", found.is_usable)]
     for each in found.findings:
@@ -161,10 +160,8 @@ def self_test_findings(found: Any) -> list[Any]:
     return findings
 
 
-def memory_finding(index: int) -> Any:
+def memory_finding(index: int) -> Finding:
     """What the helper takes of GPU 0 in a process that computes on the GPU of an index."""
-    from tests.gpu.report import judged
-
     name = f"helper's memory on GPU 0, a trainer on GPU {index}"
     expected = f"at most {_MAX_HELPER_MIB:.0f} MiB"
     command = [sys.executable, "-m", "tests.gpu.memory", str(index)]

@@ -140,6 +140,13 @@ def test_without_an_update_period_the_standard_errors_follow_the_poll_interval()
     assert fine.power_w["forward"].standard_error < 0.25 * coarse.power_w["forward"].standard_error
 
 
+def test_windows_outside_of_the_observed_stretch_are_not_used() -> None:
+    simulation = simulate(LONG, seed=4, iterations=70)
+    result = fit(simulation, begin_s=5.0, end_s=10.0)
+    assert 45 <= result.window_count <= 50
+    assert result.power_w["backward"].value == pytest.approx(POWER_W["backward"], rel=0.05)
+
+
 def test_too_few_windows_are_not_enough() -> None:
     simulation = simulate(LONG, seed=5, iterations=2)
     result = estimate_power(simulation.changes, simulation.spans, begin_s=0.0, end_s=simulation.end_s)

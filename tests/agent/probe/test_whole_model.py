@@ -4,6 +4,7 @@ import copy
 import gc
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,25 +62,15 @@ class Model:
         }
 
 
-class Handle:
-    """Of a hook."""
-
-    def __init__(self, hooks: list[Any]) -> None:
-        self._hooks = hooks
-
-    def remove(self) -> None:
-        self._hooks.clear()
-
-
 class Optimizer:
     """Calls its hooks after a step."""
 
     def __init__(self) -> None:
         self.hooks: list[Callable[..., None]] = []
 
-    def register_step_post_hook(self, hook: Callable[..., None]) -> Handle:
+    def register_step_post_hook(self, hook: Callable[..., None]) -> Any:
         self.hooks.append(hook)
-        return Handle(self.hooks)
+        return SimpleNamespace(remove=self.hooks.clear)
 
     def step(self) -> None:
         for hook in self.hooks:
@@ -187,44 +178,35 @@ def test_a_reentrant_checkpoint_of_the_whole_model_is_marked(training: Training,
     assert training.marks.calls[:-1] == iteration_of(*computed)
 
 
-def evaluate(training: Training) -> None:
-    """An evaluation, which is no sign of a mistake."""
-    training.is_grad_enabled = training.model.training = False
-    training.model("x")
-    training.is_grad_enabled = training.model.training = True
-
-
-def in_eval(training: Training) -> None:
-    training.model.training = False
-    training.model("x")
-
-
-def without_gradients(training: Training) -> None:
-    training.is_grad_enabled = False
-    training.model("x")
-
-
 @pytest.mark.parametrize(
-    ("call", "cause"),
+    ("is_training", "is_grad_enabled", "cause"),
     [
-        (evaluate, "the attached model is not called: attach the object that the training loop calls"),
-        (in_eval, "the attached model is in eval()"),
-        (without_gradients, "the attached model is called without gradients"),
+        # An evaluation is no sign of a mistake.
+        (False, False, "the attached model is not called: attach the object that the training loop calls"),
+        (False, True, "the attached model is in eval()"),
+        (True, False, "the attached model is called without gradients"),
     ],
 )
 def test_steps_without_an_iteration_are_reported_once_with_the_cause(
-    training: Training, caplog: pytest.LogCaptureFixture, call: Callable[[Training], None], cause: str
+    training: Training,
+    caplog: pytest.LogCaptureFixture,
+    is_training: bool,
+    is_grad_enabled: bool,
+    cause: str,
 ) -> None:
     training.engine.backward(training.model("x")["loss"])
     training.step()
     training.marks.calls.clear()
-    for _ in range(MAX_UNMARKED_STEPS - 2):
-        call(training)
-        training.step()
+    training.model.training, training.is_grad_enabled = is_training, is_grad_enabled
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            training.model("x")
+            training.step()
+
+    steps(MAX_UNMARKED_STEPS - 2)
     assert training.marks.calls == []
-    for _ in range(MAX_UNMARKED_STEPS):
-        call(training)
-        training.step()
+    steps(MAX_UNMARKED_STEPS)
     message = f"{MAX_UNMARKED_STEPS} optimizer steps without a marked iteration: {cause}"
     (reported,) = training.marks.calls
     assert reported[0] == "unmarked"

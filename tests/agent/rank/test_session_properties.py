@@ -126,7 +126,8 @@ class SessionMachine(RuleBasedStateMachine):
                         case wire.RankJoined(in_force_version=version):
                             self.in_force = version
         is_urgent = isinstance(event, PlanOffer) and event.is_urgent
-        if is_urgent and under_way is not None and any(_is_in_force(command) for command in commands):
+        sent = [command.message for command in commands if isinstance(command, Send)]
+        if is_urgent and under_way is not None and any(isinstance(each, wire.PlanInForce) for each in sent):
             self.touched.add(under_way)
         self.check_max_clock(event)
 
@@ -306,10 +307,6 @@ class SessionMachine(RuleBasedStateMachine):
 
     def _now_ns(self, skew_s: float = 0.0) -> int:
         return int((self.now_s + skew_s) * 1e9)
-
-
-def _is_in_force(command: object) -> bool:
-    return isinstance(command, Send) and isinstance(command.message, wire.PlanInForce)
 
 
 TestSession = SessionMachine.TestCase

@@ -70,8 +70,10 @@ def test_marks_are_packed_only_while_the_agent_allows_it(
     agent.allow_packing(True)
     with probe.iteration(), probe.computation(Kind.FORWARD, 0):
         probe.report_unmarked("in eval()")
+        probe.begin_wait()
         probe.finish()
-    assert [type(mark) for mark in agent.marks()][:4] == [IterationMark, ComputationMark, Unmarked, Finish]
+    sent = [IterationMark, ComputationMark, Unmarked, WaitMark, Finish]
+    assert [type(mark) for mark in agent.marks()][:5] == sent
 
 
 def test_packed_marks_that_find_no_room_are_counted_one_by_one(

@@ -74,6 +74,16 @@ def test_an_unknown_version_is_refused(state: Any, lacking: str) -> None:
         list(parameter_groups(module(state)))
 
 
+def sharded(*, over: int = 2, **sizes: int) -> Any:
+    """A model as `fully_shard` leaves it on two ranks; `over`: over how many its parameter is distributed."""
+    parameter = SimpleNamespace(device_mesh=SimpleNamespace(size=lambda: over))
+    mesh = SimpleNamespace(mesh=SimpleNamespace(size=lambda: 2), **sizes)
+    group = SimpleNamespace(mesh_info=mesh, fsdp_params=[SimpleNamespace(sharded_param=parameter)], **STEPS)
+    model = state(_fsdp_param_groups=[group])
+    model.parameters = lambda: [parameter]
+    return model
+
+
 def model_of(*modules: Any, **of_parameter: Any) -> Any:
     """A model of modules, with a parameter; `tests/frameworks` has those of torch."""
     model = SimpleNamespace(parameters=lambda: [SimpleNamespace(**of_parameter)])
@@ -81,14 +91,29 @@ def model_of(*modules: Any, **of_parameter: Any) -> Any:
     return model
 
 
+def of(torch_module: str) -> Any:
+    """A stage of a class of one of torch's modules."""
+    stage = type("Stage", (), {"__module__": torch_module})()
+    stage.modules = lambda: iter([stage])
+    return stage
+
+
+STEPS = dict.fromkeys(("unshard", "pre_forward", "pre_backward", "post_backward"))
 MEGATRONS = type("TorchFullyShardedDataParallel", (), {})
+DDP = "torch.nn.parallel.distributed"
 
 
 @pytest.mark.parametrize(
     ("model", "in_stage", "in_replica"),
     [
         (model_of(), "", ""),
+        (sharded(shard_mesh_size=2), r"FSDP over 2 ranks .* within a stage", ""),
+        (sharded(), "", ""),
+        (model_of(sharded()), "replicas on 2 ranks .* of a part of a stage", ""),
+        (sharded(over=4), "", "tensor or expert parallelism .* over 4 ranks"),
         (model_of(_st_info=object()), "", "tensor parallelism"),
+        (model_of(of(DDP)), "DistributedDataParallel within a stage", ""),
+        (model_of(of("torch.distributed._composable.replicate")), "replicate .* within a stage", ""),
         (model_of(SimpleNamespace(autotp_size=lambda: 2)), *["tensor parallelism .*, over 2 ranks"] * 2),
         (model_of(MEGATRONS()), *["TorchFullyShardedDataParallel of"] * 2),
         (model_of(SimpleNamespace(zero_optimization_stage=lambda: 1)), "", ""),
@@ -104,6 +129,7 @@ def test_waits_that_count_as_computing_are_refused(model: Any, in_stage: str, in
             OSError, match=f"^here: expected .*, found {found}.*, where waiting counts as computing$"
         ):
             refuse_unmarked_waits(model, "here", is_stage=is_stage, refusal=OSError)
+    refuse_unmarked_waits(of(DDP), "here", is_stage=True)
 
 
 @pytest.fixture

@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 from google.protobuf import json_format
 
+from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe.job_spec import NamedSchedule, job_spec, spec_fingerprint
 from perseus.schedule_name import ScheduleName
 from perseus.v1 import computation_pb2, job_pb2
 
 
-def spec(schedule: NamedSchedule | None = None, **more: Any) -> dict[str, object]:
+def spec(schedule: Any = None, **more: Any) -> dict[str, object]:
     counts = {"pipeline_count": 1, "stage_count": 2, "tensor_count": 1, "max_slowdown_percent": 0}
     return job_spec("job", schedule=schedule or NamedSchedule("1f1b", 4), **{**counts, **more})
 
@@ -36,10 +37,21 @@ def test_layers_stand_beside_the_work(works: tuple[str, ...]) -> None:
     assert [[*work.layer_counts] for work in message.stage_work] == [[12], [11]]
 
 
-@pytest.mark.parametrize("layers", [[(12,)], [(12,), (0,)]])
-def test_impossible_layers_are_refused(layers: list[tuple[int, ...]]) -> None:
-    with pytest.raises(ValueError, match="stage_layers: expected"):
-        spec(stage_layers=layers)
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ({"stage_layers": [(12,)]}, "stage_layers: expected"),
+        ({"stage_layers": [(12,), (0,)]}, "stage_layers: expected"),
+        ({"schedule": [[Computation(Kind.FORWARD, 0)]]}, "expected the orders of 2 stages, found 1"),
+        ({"paths": [[(0, 0), (1, 0)]]}, "paths: expected none for schedule '1f1b', found 1"),
+        ({"max_slowdown_percent": 200}, "max_slowdown_percent: expected 0 to 100, found 200"),
+    ],
+)
+def test_mistakes_are_refused(mistake: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spec(**mistake)
+    with pytest.raises(ValueError, match=r"expected one of gpipe, 1f1b, .*found 'zb'"):
+        NamedSchedule("zb", 8)
 
 
 @pytest.mark.parametrize("name", ScheduleName)

@@ -233,25 +233,6 @@ def test_mistakes_about_the_rank_are_refused(tmp_path: Path, mistake: dict[str, 
         connect(tmp_path / "nothing.sock", **mistake)
 
 
-@pytest.mark.parametrize(
-    ("mistake", "message"),
-    [
-        ({"schedule": [[Computation(Kind.FORWARD, 0)]]}, "expected the orders of 4 stages, found 1"),
-        ({"paths": [[(0, 0), (1, 0)]]}, "paths: expected none for schedule '1f1b', found 1"),
-        ({"max_slowdown_percent": 200}, "max_slowdown_percent: expected 0 to 100, found 200"),
-    ],
-)
-def test_mistakes_about_the_job_are_refused(tmp_path: Path, mistake: dict[str, Any], message: str) -> None:
-    probe, job = connect(tmp_path / "nothing.sock"), {"schedule": NamedSchedule("1f1b", 4), **mistake}
-    with pytest.raises(ValueError, match=message):
-        probe.register(pipeline_count=1, stage_count=4, **job)
-
-
-def test_a_schedule_of_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected one of gpipe, 1f1b, .*found 'zb'"):
-        NamedSchedule("zb", 8)
-
-
 def test_a_mistake_while_training_does_not_raise(
     agent: AgentStub, probe: Probe, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -114,7 +115,8 @@ def test_accumulated_microbatches_up_to_the_optimizers_step_are_an_iteration(tra
         for value in ("first", "second"):
             output = training.model(value)
             assert output["value"] == value
-            training.engine.backward(output["loss"])
+            # A call within the backward belongs to it, as by a checkpoint that is not reentrant.
+            training.engine.backward(output["loss"], recompute=partial(training.model, value))
         training.optimizer.step()
     iteration = iteration_of((F, 0), (B, 0), (F, 1), (B, 1))
     assert training.marks.calls == [*iteration, ("register",), *iteration]
@@ -132,6 +134,8 @@ def test_calls_outside_of_training_are_not_marked(training: Training) -> None:
     training.model("x")
     training.is_grad_enabled = True
     training.model.training = False
+    training.engine.backward(training.model("x")["loss"])
+    training.model.training = training.is_compiling = True
     training.engine.backward(training.model("x")["loss"])
     training.optimizer.step()
     assert training.marks.calls == []
@@ -245,7 +249,8 @@ def test_a_model_that_is_deleted_within_an_optimizers_step_leaves_hooks_alone(tr
 
 def test_a_marked_model_is_known_until_it_is_detached(training: Training) -> None:
     assert is_marked(training.model)
-    assert not is_marked(copy.copy(training.model))
+    copies = copy.copy(training.model), pickle.loads(pickle.dumps(training.model)), type(training.model)()
+    assert [type(each) for each in copies] == 3 * [Model]
     training.attachment.detach()
     assert not is_marked(training.model)
     assert type(training.model) is Model

@@ -42,10 +42,6 @@ TWO_CHUNKS: list[Step] = [
 ]
 
 
-class Tensor:
-    """Something with an identity."""
-
-
 class Megatron:
     """A stand-in for `schedules`, which executes `steps` as Megatron does: by look-ups in the module."""
 
@@ -83,7 +79,7 @@ def _forward_step_of_0_12(
     checkpoint_activations_microbatch: Any = None, is_first_microbatch: Any = False,
     current_microbatch: Any = None, encoder_decoder_xattn: Any = False,
 ) -> tuple[Any, int]:  # fmt: skip
-    return Tensor(), 7
+    return object(), 7
 
 
 def _forward_step_of_0_16(
@@ -95,7 +91,7 @@ def _forward_step_of_0_16(
     vp_stage: Any = None,
 ) -> tuple[Any, int]:
     # With several inputs, a stage's output is a list.
-    return [Tensor()], 7
+    return [object()], 7
 
 
 def _backward_step(

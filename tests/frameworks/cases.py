@@ -51,8 +51,8 @@ class Case:
     tensor_count: int = 1
     beside: Sequence[str] = ()
     """Folders of the environment with versions other than those installed."""
-    break_for: str = ""
-    """Between iterations, from time to time (`torch_trainer`)."""
+    evaluate_every: int = 0
+    """Iterations between evaluations; 0: there are none."""
 
     @property
     def has_slack(self) -> bool:
@@ -109,7 +109,7 @@ class Case:
             chunk_count=self.chunk_count,
             microbatch_count=self.microbatch_count,
             tensor_count=self.tensor_count,
-            break_for=self.break_for,
+            evaluate_every=self.evaluate_every,
         )
         return replace(task, **more)
 

@@ -94,7 +94,7 @@ class Training:
             distributed.all_reduce(torch.stack([each.grad.square().sum() for each in self.parameters]).sum())
             self.optimizer.step()
             self.optimizer.zero_grad()
-            if task.break_for == "evaluation":
+            if task.evaluate_every:
                 with torch.no_grad():
                     losses += self.step(seed=-1 - iteration, forward_only=True)
             if losses:

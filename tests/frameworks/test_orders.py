@@ -41,7 +41,7 @@ ITERATIONS = 3
 ACCUMULATED, EVERYDAY_ITERATIONS, SAVED_AFTER = 2, 4, 2
 of_another_version = pytest.mark.nightly("another version than the installed one")
 
-on_two = partial(Case, stage_weights=(1.0, 1.0), break_for="evaluation")
+on_two = partial(Case, stage_weights=(1.0, 1.0), evaluate_every=1)
 TORCH = {
     "GPipe": on_two("torch", "GPipe"),
     "1F1B": on_two("torch", "1F1B"),
@@ -49,8 +49,8 @@ TORCH = {
     "looped BFS": on_two("torch", "LoopedBFS", chunk_count=2),
     "interleaved zero-bubble": on_two("torch", "InterleavedZeroBubble", chunk_count=2),
     # torch can't evaluate these
-    "ZBV": on_two("torch", "ZBVZeroBubble", chunk_count=2, break_for=""),
-    "DualPipeV": on_two("torch", "DualPipeV", chunk_count=2, break_for=""),
+    "ZBV": on_two("torch", "ZBVZeroBubble", chunk_count=2, evaluate_every=0),
+    "DualPipeV": on_two("torch", "DualPipeV", chunk_count=2, evaluate_every=0),
 }
 MEGATRON = {
     "1F1B": on_two("megatron", "1f1b"),
@@ -69,7 +69,6 @@ def noted(folder: Path, cases: Mapping[str, Case], **more: Any) -> dict[str, lis
             case.task(
                 folder / name / how,
                 iteration_count=ITERATIONS,
-                break_interval=1,
                 is_noted=how == "noted",
                 **more,
             )

@@ -56,7 +56,7 @@ FULLY_SHARDED = Case(
 def of(case: Case, *others: object, is_nightly: bool = True) -> Any:
     """Return a row that is named after its case."""
     ranks = f"{case.pipeline_count} x {len(case.stage_weights)} x {case.tensor_count} ranks"
-    names = (case.trainer, case.schedule, ranks, case.break_for, *case.beside)
+    names = (case.trainer, case.schedule, ranks, "evaluated" * bool(case.evaluate_every), *case.beside)
     marks = of_another_layout if is_nightly else ()
     return pytest.param(case, *others, marks=marks, id=", ".join(filter(None, names)))
 
@@ -78,7 +78,7 @@ in_ci = partial(of, is_nightly=False)
         of(on_two("torch", "ZBVZeroBubble", chunk_count=2), None),
         of(on_two("torch", "DualPipeV", chunk_count=2), None),
         of(on_two("torch", "1F1B", pipeline_count=2, tensor_count=2), two),
-        of(on_two("torch", "1F1B", break_for="evaluation"), two),
+        of(on_two("torch", "1F1B", evaluate_every=10), two),
         of(on_two("megatron", "interleaved", chunk_count=2), TWO_CHUNKS),
         of(on_two("torchtitan", "1F1B", forward_s=0.08, backward_s=0.16, beside=[NEWEST_TORCH]), two),
     ],

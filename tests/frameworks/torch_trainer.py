@@ -105,16 +105,11 @@ class Training:
         distributed.all_reduce(torch.stack([gradient.square().sum() for gradient in local]).sum())
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if task.break_for and (iteration + 1) % task.break_interval == 0:
-            losses += self.take_a_break(schedule)
+        if task.evaluate_every and (iteration + 1) % task.evaluate_every == 0:
+            for number in range(2 * task.evaluate_every):
+                losses += self.compute(schedule.eval, -1 - number)
         if self.has_losses and self.tensor == 0:
             self.rank.leave_losses(self.pipeline, losses)
-
-    def take_a_break(self, schedule: Any) -> list[float]:
-        """Evaluate."""
-        count = 2 * self.rank.task.break_interval
-        losses = [self.compute(schedule.eval, -1 - number) for number in range(count)]
-        return [loss for each in losses for loss in each]
 
 
 def train(rank: Rank) -> None:

@@ -49,9 +49,8 @@ class TrainerTask:
     """For every stage: kind, chunk, and the work's compute-bound and memory-bound seconds and activity."""
     tensor_count: int = 1
     """Tensor-parallel ranks of each stage, with GPUs beside each other."""
-    break_for: str = ""
-    """What interrupts the training after every `break_interval` iterations, by name; none: nothing."""
-    break_interval: int = 10
+    evaluate_every: int = 0
+    """Iterations between evaluations; 0: there are none."""
     layers: Sequence[int] = ()
     """Layers of each stage; none: one each."""
     is_noted: bool = False

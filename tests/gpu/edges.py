@@ -8,6 +8,7 @@ from typing import Any
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.device_marks import DeviceMarks, EventSource
+from tests.agent.marks_stub import MarksStub
 from tests.gpu.report import Finding, judged
 
 LIMIT_S = 50e-6
@@ -15,10 +16,11 @@ ITERATIONS, COMPUTATIONS = 40, 100
 _SETTLING = 20
 
 
-class NotedProbe(Probe):
-    """Notes the times of marks, the host's where they have none, and sends nothing."""
+class NotedProbe(MarksStub, Probe):
+    """Notes the times of computations, the host's where marks have none, and sends nothing."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.kinds: list[list[Kind]] = []
         self.begins_ns: list[list[int]] = []
         self.ends_ns: list[list[int]] = []
@@ -28,33 +30,16 @@ class NotedProbe(Probe):
     def is_connected(self) -> bool:
         return not self.is_closed
 
-    def begin_iteration(self, time_ns: int | None = None, *, relative_work: float | None = None) -> None:
-        self.kinds.append([])
-        self.begins_ns.append([])
-        self.ends_ns.append([])
-
-    def end_iteration(self, time_ns: int | None = None) -> None:
-        """Nothing."""
-
-    def begin_computation(
-        self, kind: Kind, microbatch: int, chunk: int = 0, time_ns: int | None = None
-    ) -> None:
-        self.kinds[-1].append(kind)
-        self.begins_ns[-1].append(time.monotonic_ns() if time_ns is None else time_ns)
-
-    def end_computation(
-        self, kind: Kind, microbatch: int, chunk: int = 0, time_ns: int | None = None
-    ) -> None:
-        self.ends_ns[-1].append(time.monotonic_ns() if time_ns is None else time_ns)
-
-    def register(self, **_arguments: Any) -> bool:
-        return True
-
-    def finish(self) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        self.is_closed = True
+    def note(self, name: str, *arguments: Any) -> None:
+        if name == "begin_iteration":
+            for column in (self.kinds, self.begins_ns, self.ends_ns):
+                column.append([])
+        elif name in ("begin", "end"):
+            kind, _microbatch, _chunk, *time_ns = arguments
+            times_ns = self.begins_ns if name == "begin" else self.ends_ns
+            times_ns[-1] += time_ns or [time.monotonic_ns()]
+            self.kinds[-1] += [kind] * (name == "begin")
+        self.is_closed |= name == "close"
 
 
 def edge_findings(

@@ -138,6 +138,11 @@ SCRIPTS: dict[str, Script] = {
         begin(0),
         (RankRefused(RANK, "JOB_QUARANTINED", "", MaxClock(800)), [SetClock(800), in_force(0, 1)]),
     ],
+    "the maximum clock ends with the lease": [
+        limit(1000),
+        (After(LEASE_S - 0.1), []),
+        (After(0.2), [ResetClock()]),
+    ],
     "a maximum clock that outlasts the lease keeps the plan with it": [
         limit(1000, outlasts_lease=True),
         offer(1, 0, PLAN),

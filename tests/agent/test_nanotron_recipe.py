@@ -23,11 +23,12 @@ def recipe() -> str:
 def contexts(name: str) -> Iterator[Any]:
     """nanotron's `ParallelContext` of every rank, its third group under this name."""
     for ranks in product(*map(range, SIZES.values())):
-        groups = {
-            name if of == "beside" else of: SimpleNamespace(rank=lambda r=rank: r, size=lambda s=size: s)
-            for (of, size), rank in zip(SIZES.items(), ranks, strict=True)
-        }
-        yield SimpleNamespace(**groups)
+        yield SimpleNamespace(
+            **{
+                name if of == "beside" else of: SimpleNamespace(rank=lambda r=rank: r, size=lambda s=size: s)
+                for (of, size), rank in zip(SIZES.items(), ranks, strict=True)
+            }
+        )
 
 
 @pytest.mark.parametrize("name", ["cp_pg", "expert_pg"])

@@ -15,7 +15,6 @@ from contextlib import suppress
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -53,11 +52,10 @@ def train(rank: Rank) -> None:
     seam: Literal["schedules", "timers"] = "timers" if task.schedule == "1f1b-timers" else "schedules"
     hook = partial(attach, training.config, seam=seam)
     if seam == "timers" and task.is_noted:
-        with (
-            patch.dict(sys.modules, {LOOP: ModuleType(LOOP)}),
-            pytest.raises(ValueError, match="expected 'schedules', as Megatron-LM's own loop sets"),
-        ):
+        sys.modules[LOOP] = ModuleType(LOOP)
+        with pytest.raises(ValueError, match="expected 'schedules', as Megatron-LM's own loop sets"):
             hook(**rank.attach_arguments(training.pipeline, training.stage))
+        del sys.modules[LOOP]
     with rank.attached(hook, training.pipeline, training.stage) as attachment:
         if task.is_noted:
             again = hook(**rank.attach_arguments(training.pipeline, training.stage))

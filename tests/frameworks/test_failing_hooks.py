@@ -56,11 +56,8 @@ OF_CALLBACKS = (
 )
 ITERATIONS = 25  # ranks give up waiting for an order after 20
 TWO_STAGES = (1.0, 1.0)
-PIPELINES = Case("torch", "1F1B", TWO_STAGES, pipeline_count=2)
-
-
 TRAININGS = {
-    "pipelining": (PIPELINES, "torch", OF_ALL),
+    "pipelining": (Case("torch", "1F1B", TWO_STAGES, pipeline_count=2), "torch", OF_ALL),
     "DistributedDataParallel": (Case("replica", "ddp", pipeline_count=2), "torch", OF_A_MODEL),
     "fully_shard": (Case("replica", "fsdp2", pipeline_count=2), "torch", OF_SHARDS),
     "torchtitan": (Case("torchtitan", "1F1B", TWO_STAGES), "torchtitan", OF_TORCHTITAN),

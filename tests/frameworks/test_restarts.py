@@ -27,7 +27,6 @@ pytestmark = [
 CASE = Case("torch", "1F1B", (3, 3), forward_s=0.008, backward_s=0.016)
 """Times of each of the model's six layers, which `stage_weights` splits over the stages."""
 NODES = replace(CASE, stage_weights=(1.0,) * 4, pipeline_count=2).nodes
-_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ async def until_enough(launch: Launch, task: TrainerTask, channel: grpc.aio.Chan
         else any(len(losses) >= launch.short_iterations for losses in losses_in(Path(task.folder)))
     ):
         assert time.monotonic() < deadline_s, launch
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(0.2)
 
 
 async def is_planned(task: TrainerTask, channel: grpc.aio.Channel) -> bool:

@@ -135,18 +135,19 @@ def judge(kinds: Sequence[str], first: Recording, second: Recording) -> list[Fin
 
 def predicted(name: str, kinds: Sequence[str], first: Recording, second: Recording) -> list[Finding]:
     """Whether the powers that the first recording tells predict the second one's energy."""
-    findings: list[Finding] = []
     expected = f"within {TOLERANCE:.0%} of the counter, on another sequence"
     fit = estimate_power(first.changes, first.spans, begin_s=first.begin_s, end_s=first.end_s)
     if isinstance(fit, NotDetermined):
-        return [*findings, judged(name, fit.reason, expected, False)]
+        return [judged(name, fit.reason, expected, False)]
     if fit.blocking_power_w is None or set(kinds) - set(fit.power_w):
         found = ", ".join(map(str, fit.power_w)) or "none"
         of_windows = f"{fit.window_count} windows, {fit.dropped_window_count} dropped"
-        return [*findings, judged(name, f"powers determined: {found} ({of_windows})", expected, False)]
+        return [judged(name, f"powers determined: {found} ({of_windows})", expected, False)]
     powers = {**fit.power_w, "waiting": fit.blocking_power_w}
-    for kind, power_w in powers.items():
-        findings.append(Finding(f"power, {kind}", f"{power_w.value:.1f} ± {power_w.standard_error:.1f} W"))
+    findings = [
+        Finding(f"power, {kind}", f"{power_w.value:.1f} ± {power_w.standard_error:.1f} W")
+        for kind, power_w in powers.items()
+    ]
     predicted_j, counted_j = predicted_and_counted_j(fit, second)
     error = predicted_j / counted_j - 1
     found = f"{predicted_j:.1f} J, counted {counted_j:.1f} J ({error:+.2%})"

@@ -1,5 +1,6 @@
 """An agent that observes a GPU, and a second process that claims what the first one has."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -31,14 +32,15 @@ def observing_agent(folder: Path, environment: Mapping[str, str]) -> Iterator[Pa
     """
     socket = folder / "agent.sock"
     settings = {
-        "OBSERVE": "true",
-        "COORDINATOR": "127.0.0.1:1",
-        "SOCKET": str(socket),
-        "RESTORE_FOLDER": str(folder / "records"),
-        "GRANTS": str(folder / "grants"),
+        **os.environ,
+        "PERSEUS_AGENT_OBSERVE": "true",
+        "PERSEUS_AGENT_COORDINATOR": "127.0.0.1:1",
+        "PERSEUS_AGENT_SOCKET": str(socket),
+        "PERSEUS_AGENT_RESTORE_FOLDER": str(folder / "records"),
+        "PERSEUS_AGENT_GRANTS": str(folder / "grants"),
+        **environment,
     }
-    own = {f"PERSEUS_AGENT_{name}": value for name, value in settings.items()}
-    with Process(folder / "agent.log", "-c", _AGENT, environment={**own, **environment}) as agent:
+    with Process(folder / "agent.log", "-c", _AGENT, environment=settings) as agent:
         agent.launch()
         try:
             agent.until(socket.exists, "an agent that listens")

@@ -1,7 +1,11 @@
-"""Events as the command buffer creates them: every type with its details, and all their fields."""
+"""Events as the command buffer creates them: every type with its details, and all their fields.
+
+Agents can't fill the store with events: excess events are dropped, counted and announced once.
+"""
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +14,14 @@ from google.protobuf.message import Message
 
 import perseus.service
 from perseus.service.domain.commands import Announce
+from perseus.service.domain.inputs import AgentHeard, GpuErrorReported
 from perseus.service.domain.messages import time_to_proto
+from perseus.service.domain.model import GpuErrorReason, JobState
 from perseus.service.job.command_buffer import CommandBuffer
+from perseus.service.job.event_rate_limit import MIN_CAPACITY, EventRateLimit
 from perseus.v1 import event_pb2
+from tests.service.job.clusters import FIRST, cluster_in
+from tests.service.service_fakes import Cluster
 
 FIELDS = event_pb2.JobEvent.DESCRIPTOR.oneofs_by_name["details"].fields
 SHARED = {
@@ -74,15 +83,6 @@ def test_a_type_accepts_no_other_details(
         announced(kind, details)
 
 
-def test_an_event_shows_the_wall_clocks_time_of_its_input() -> None:
-    buffer = CommandBuffer(wall_time_s=12.5)
-    buffer.begin(0.0, 99.25)
-    buffer.announce(event_pb2.JOB_EVENT_TYPE_RESUMED, "on")
-    (command,) = buffer.take()
-    assert isinstance(command, Announce)
-    assert command.event.create_time == time_to_proto(99.25)
-
-
 def calls() -> Iterator[tuple[str, ast.Call]]:
     """Yield every place where the coordinator creates details, with the name of the message."""
     names = {message_name(field) for field in FIELDS}
@@ -108,3 +108,48 @@ def test_no_field_of_any_details_is_forgotten() -> None:
         chosen = {field.name for oneof in choices for field in oneof.fields}
         assert given == {field.name for field in descriptor.fields} - chosen, name
     assert made == {message_name(field) for field in FIELDS}
+
+
+# ---------------------------------------------------------------------- floods of events
+
+
+def count_of(cluster: Cluster, kind: event_pb2.JobEventType.ValueType) -> int:
+    return sum(event.type == kind for event in cluster.events())
+
+
+def test_a_bucket_empties_keeps_a_reserve_and_refills() -> None:
+    budget = EventRateLimit(rank_count=0)
+    budget.fill(0.0)
+    reported = sum(budget.take(event_pb2.JOB_EVENT_TYPE_RANK_CHANGED) for _ in range(2 * MIN_CAPACITY))
+    assert reported == 3 * MIN_CAPACITY // 4
+    assert budget.take(event_pb2.JOB_EVENT_TYPE_STALLED), "events of the whole job have a reserve"
+    assert budget.fill(60.0) == 0, "the flood is over once the bucket is half full"
+    assert budget.fill(3600.0) == 2 * MIN_CAPACITY - reported
+    assert budget.fill(3600.0) == 0
+    assert budget.take(event_pb2.JOB_EVENT_TYPE_RANK_CHANGED)
+    budget.fill(1e9)
+    assert sum(budget.take(event_pb2.JOB_EVENT_TYPE_STALLED) for _ in range(2 * MIN_CAPACITY)) == MIN_CAPACITY
+    assert budget.take(event_pb2.JOB_EVENT_TYPE_STATE_CHANGED), "no agent can suppress the job's end"
+
+
+def test_a_job_whose_gpus_keep_failing_announces_the_flood_twice_and_drops_the_rest() -> None:
+    cluster = cluster_in(JobState.BASELINE)
+    error = GpuErrorReported(FIRST, "GPU-0-0-0", GpuErrorReason.DRIVER_FAILED, "")
+    count = 5 * MIN_CAPACITY
+    errors = [replace(error, message=f"hostile {number} " + "x" * 900) for number in range(count)]
+    for each in errors:
+        cluster.send(each)
+    reported = count_of(cluster, event_pb2.JOB_EVENT_TYPE_GPU_ERROR)
+    assert reported < MIN_CAPACITY * 2
+    assert [dropped.is_over for dropped in cluster.announced(event_pb2.EventsDropped)] == [False]
+    cluster.now_s += 3600
+    cluster.send(AgentHeard("agent-0"))
+    cluster.send(AgentHeard("agent-0"))
+    assert cluster.announced(event_pb2.EventsDropped)[1:] == [
+        event_pb2.EventsDropped(dropped_count=count - reported, is_over=True)
+    ]
+    sequences = [event.sequence for event in cluster.events()]
+    assert sequences == list(range(1, len(sequences) + 1)), "dropped events have no number"
+    for each, is_forgotten in ((errors[-1024], False), (errors[-1025], True)):  # so many are remembered
+        cluster.send(each)
+        assert count_of(cluster, event_pb2.JOB_EVENT_TYPE_GPU_ERROR) == reported + is_forgotten

@@ -22,7 +22,7 @@ from perseus.service.domain.model import JobState, RankLeftReason, RefusalReason
 from perseus.service.job.iterations.iteration_log import OPEN_LIMIT
 from perseus.service.job.rules import Rules
 from perseus.v1 import event_pb2
-from tests.service.job.machine_bench import FIRST, answer, offers, planned, straggler
+from tests.service.job.clusters import FIRST, answer, offers, planned, straggler
 from tests.service.service_fakes import EPOCH, Cluster, FakeRank, batch, make_spec
 
 FAR = 1_000_000
@@ -85,11 +85,6 @@ def claim_on_joining(cluster: Cluster) -> None:
         cluster.send(replace(rank.joined(), iteration=FAR if rank.place == FIRST else -1))
 
 
-def claim_before_the_others_tell_where_they_are(cluster: Cluster) -> None:
-    cluster.join_all()
-    cluster.send(claim(cluster.ranks[FIRST]))
-
-
 def claim_in_an_answer(cluster: Cluster) -> None:
     cluster.join_all()
     cluster.iterate_until(JobState.PLANNED)
@@ -101,9 +96,7 @@ def claim_in_an_answer(cluster: Cluster) -> None:
         cluster.send(answer(cluster, FIRST, version, refusal, FAR))
 
 
-@pytest.mark.parametrize(
-    "claim_far", [claim_on_joining, claim_before_the_others_tell_where_they_are, claim_in_an_answer]
-)
+@pytest.mark.parametrize("claim_far", [claim_on_joining, claim_in_an_answer])
 def test_a_claim_harms_nothing(claim_far: Callable[[Cluster], None]) -> None:
     cluster = Cluster(make_spec())
     claim_far(cluster)

@@ -1,4 +1,4 @@
-"""The job's state machine by its exact commands: ranks, leases, wrong and repeated inputs, the end."""
+"""The job's state machine by its exact commands: ranks, leases, offers, wrong and repeated inputs."""
 
 import math
 from collections.abc import Iterator
@@ -27,6 +27,7 @@ from perseus.service.domain.inputs import (
     PlanInForce,
     PolicySet,
     RankLeft,
+    SolveFailed,
     StragglerCleared,
     StragglerReported,
     TelemetryArrived,
@@ -35,28 +36,43 @@ from perseus.service.domain.inputs import (
 from perseus.service.domain.model import (
     LOST_VERSIONS,
     STOCK,
+    HoldClocks,
     JobState,
     Offer,
     PlannedClocks,
     RankLeftReason,
     RankState,
+    RefusalReason,
     Straggler,
 )
 from perseus.service.domain.specification import Coordinates, OperatingPolicy
+from perseus.service.job import views
+from perseus.service.job.rules import Rules
 from perseus.v1 import event_pb2
-from tests.service.job.machine_bench import (
+from tests.service.job.clusters import (
     FIRST,
     FOURTH,
     SECOND,
     THIRD,
     actions,
+    answer,
     cluster_in,
+    events,
     measured_clocks_mhz,
     offers,
     planned,
     straggler,
 )
-from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, Cluster, FakeRank, batch, estimate, make_spec
+from tests.service.service_fakes import (
+    CLOCKS_MHZ,
+    EPOCH,
+    Cluster,
+    FakeRank,
+    batch,
+    estimate,
+    make_gpu,
+    make_spec,
+)
 
 
 def test_a_new_epoch_leaves_out_the_versions_that_may_be_lost() -> None:
@@ -85,10 +101,8 @@ def test_a_rank_that_comes_back_with_its_plan_is_offered_nothing() -> None:
 def test_offers_wait_for_a_disconnected_rank() -> None:
     cluster = planned()
     cluster.handle(AgentDisconnected("agent-1"))
-    commands = cluster.handle(straggler())
-    assert offers(commands) == {}
-    commands = cluster.handle(cluster.ranks[THIRD].joined())
-    (accepted, sent) = actions(commands)
+    assert offers(cluster.handle(straggler())) == {}
+    accepted, sent = actions(cluster.handle(cluster.ranks[THIRD].joined()))
     assert accepted == AcceptRank(THIRD, "agent-1")
     assert isinstance(sent, SendOffer)
     assert isinstance(sent.offer.clocks, PlannedClocks)
@@ -149,12 +163,9 @@ def test_telemetry_of_an_earlier_trainer_does_not_count_for_the_next_one() -> No
     assert {offer.start_iteration for offer in offers(commands).values()} == {1}
 
 
-def test_ending_a_job_puts_every_rank_to_stock_and_refuses_later_inputs() -> None:
+def test_an_ended_job_refuses_inputs() -> None:
     cluster = planned()
-    version = cluster.machine.record.version
-    commands = cluster.handle(FinishRequested())
-    assert {(offer.version, offer.clocks) for offer in offers(commands).values()} == {(version + 1, STOCK)}
-    assert len(offers(commands)) == 4
+    cluster.send(FinishRequested())
     refused: list[Input] = [
         cluster.ranks[FIRST].joined(),
         straggler(),
@@ -189,6 +200,10 @@ def impossible_inputs(rank: FakeRank) -> Iterator[tuple[Input, type[Exception], 
     yield replace(rank.joined(), rank=Coordinates(0, 2, 0)), RankOutOfRangeError, ""
     at_unknown_clock = batch(99, [rank.iteration + 1], 1, 0.8, order=rank.order, clock_mhz=1234)
     yield TelemetryArrived(FIRST, "agent-0", at_unknown_clock), InvalidFieldError, "1234"
+    short = batch(99, [rank.iteration + 1], 1, 0.8, order=rank.order[1:])
+    rows = short.computations._replace(iteration=(), kind=(), microbatch=(), chunk=())
+    fewer = TelemetryArrived(FIRST, "agent-0", short._replace(computations=rows))
+    yield fewer, InvalidFieldError, r"^computations\.duration_s: expected \d+ rows, as many"
     energy = estimate(rank.order, 1, 3, 1400)
     of_unknown_chunk = replace(energy, samples=(replace(energy.samples[0], chunk=7),))
     telemetry = batch(99, [], 1, 0.8, energy=of_unknown_chunk)
@@ -220,6 +235,31 @@ def test_an_impossible_input_is_refused_and_changes_nothing() -> None:
         assert cluster.job(is_full=True) == before, event
 
 
+def test_a_batch_that_is_refused_among_others_changes_nothing_for_them() -> None:
+    cluster = planned()
+    count = cluster.machine.run.log.totals.regular_count
+    for rank in cluster.ranks.values():
+        rank.begin()
+    first, *others = (rank.end(0.8) for rank in cluster.ranks.values())
+    columns = first.batch.computations
+    odd = first.batch._replace(computations=columns._replace(clock_mhz=[1] * len(columns.clock_mhz)))
+    together = [others[0], replace(first, batch=odd), *others[1:], first]
+    answers = list(cluster.machine.handle_telemetry(together, cluster.now_s, cluster.now_s))
+    assert [isinstance(answer, InvalidFieldError) for answer in answers] == [False, True, False, False, False]
+    assert cluster.machine.run.log.totals.regular_count == count + 1
+
+
+def test_rows_without_their_begins_are_not_shown_as_a_timeline() -> None:
+    cluster = planned()
+    shown = views.timeline(cluster.machine.run, 0).timeline.iteration
+    for rank in cluster.ranks.values():
+        rank.begin()
+        event = rank.end(0.8)
+        rows = event.batch.computations._replace(begin_s=())
+        cluster.send(replace(event, batch=event.batch._replace(computations=rows)))
+    assert views.timeline(cluster.machine.run, 0).timeline.iteration == shown
+
+
 @pytest.mark.parametrize(
     "event",
     [
@@ -237,20 +277,114 @@ def test_the_same_input_again_changes_nothing(event: Input) -> None:
     assert cluster.handle(event) == []
 
 
-def test_clocks_offered_before_a_restart_and_in_force_after_it_are_announced_once() -> None:
-    def announced(cluster: Cluster) -> list[int]:
-        return [
-            event.pipeline_clocks.version
-            for event in cluster.events()
-            if event.type == event_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE
-        ]
+# ---------------------------------------------------------------------- offers, and what is measured
 
-    cluster = cluster_in(JobState.PLANNED)
-    version = max(cluster.offered_versions)
-    assert version not in announced(cluster)
-    for iteration_count in (4, 2):
-        cluster.restart()
-        cluster.join_all()
-        cluster.iterate(iteration_count)
-    cluster.expect_in_force()
-    assert announced(cluster).count(version) == cluster.spec.parallelism.pipeline_count
+
+def test_an_offer_that_came_too_late_is_offered_anew_under_the_same_version() -> None:
+    cluster = planned()
+    commands = cluster.handle(straggler())
+    late = offers(commands)[THIRD]
+    for rank in (cluster.ranks[THIRD], cluster.ranks[FOURTH]):
+        rank.iteration = late.start_iteration
+    refused = cluster.ranks[THIRD].answer(late)
+    assert refused.refusal is RefusalReason.PAST_START
+    commands = cluster.handle(refused)
+    assert events(commands) == [event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED]
+    again = Offer(late.version, late.start_iteration + 4, late.clocks)
+    assert actions(commands) == [SendOffer(THIRD, "agent-1", again), SendOffer(FOURTH, "agent-1", again)]
+    # The other rank's answer to the first offer is older than the new one, and changes nothing.
+    assert cluster.handle(cluster.ranks[FOURTH].answer(late)) == []
+    cluster.carry_out(commands)
+    cluster.iterate(6)
+    assert {cluster.ranks[place].in_force.version for place in (THIRD, FOURTH)} == {late.version}
+
+
+def test_a_refusal_of_stock_is_announced_and_the_offer_not_repeated() -> None:
+    cluster = planned()
+    stock = offers(cluster.handle(SolveFailed("made up")))[FIRST]
+    commands = cluster.handle(answer(cluster, FIRST, stock.version, RefusalReason.NOT_PERMITTED))
+    assert events(commands) == [event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED]
+    assert actions(commands) == []
+
+
+def test_a_rank_that_dropped_an_accepted_offer_is_offered_it_again() -> None:
+    """Its clocks were due at an iteration that it never began with them; no rank waits for that."""
+    cluster = cluster_in(JobState.PROFILING)
+    rank = cluster.ranks[FIRST]
+    assert rank.pending is not None
+    assert rank.in_force.version != rank.pending.version
+    rank.pending = None
+    commands = cluster.handle(PlanInForce(FIRST, rank.instance_id, "", 0, rank.iteration + 1))
+    assert [command.rank for command in commands if isinstance(command, SendOffer)][:1] == [FIRST]
+    cluster.carry_out(commands)
+    cluster.iterate_until(JobState.PLANNED)
+
+
+def test_a_rank_that_fell_back_to_stock_is_offered_its_plan_again() -> None:
+    cluster = planned()
+    rank = cluster.ranks[FIRST]
+    fallen = PlanInForce(FIRST, "agent-0", "", 0, rank.iteration)
+    commands = cluster.handle(fallen)
+    offer = cluster.machine.run.offers.of_rank(FIRST)
+    assert actions(commands) == [SendOffer(FIRST, "agent-0", offer)]
+    assert offer.version == rank.in_force.version
+    assert offer.start_iteration == rank.iteration + 2
+
+
+def test_the_baseline_drops_the_first_iteration_and_irregular_ones() -> None:
+    cluster = Cluster(make_spec(), Rules(baseline_iterations=2))
+    cluster.join_all()
+    cluster.iterate(1, duration_s=7.0)
+    for rank in cluster.ranks.values():
+        rank.begin()
+        rank.sequence += 1
+        odd = batch(rank.sequence, [rank.iteration], 0, 5.0, is_regular=False)
+        cluster.send(TelemetryArrived(rank.place, rank.instance_id, odd))
+    cluster.iterate(1, duration_s=1.0)
+    cluster.expect(JobState.BASELINE)
+    cluster.iterate(1, duration_s=2.0)
+    cluster.expect(JobState.PROFILING)
+    record = cluster.stored().record
+    assert record is not None
+    assert record.baseline is not None
+    assert record.baseline.time_s == 1.5
+
+
+def test_short_iterations_get_a_margin_that_covers_half_a_second() -> None:
+    cluster = Cluster(make_spec(), Rules(baseline_iterations=1))
+    cluster.join_all()
+    cluster.iterate(2, duration_s=0.05)
+    pending = cluster.ranks[FIRST].pending
+    assert pending is not None
+    assert pending.start_iteration == 1 + 1 + 10
+
+
+def test_an_estimate_of_an_older_version_does_not_count() -> None:
+    cluster = Cluster(make_spec(pipelines=1), Rules(baseline_iterations=1, profile_iterations=1))
+    cluster.join_all()
+    cluster.iterate(5)
+    held = cluster.machine.run.offers[0]
+    assert (held.version, held.clocks) == (2, HoldClocks((900,) * 2))
+    for rank in cluster.ranks.values():
+        rank.sequence += 1
+        stale = batch(rank.sequence, [], 1, 0.8, energy=estimate(rank.order, 1, 9, 900))
+        cluster.send(TelemetryArrived(rank.place, rank.instance_id, stale))
+    assert measured_clocks_mhz(cluster) == [1400]
+
+
+@pytest.mark.parametrize(
+    ("of_one_mhz", "of_others_mhz", "measured_mhz"),
+    [((1500, 1400, 1200), CLOCKS_MHZ, [1400, 1200]), ((1410,), (1300,), [])],
+    ids=["they have two in common", "none"],
+)
+def test_only_clocks_that_all_gpus_have_are_tried(
+    of_one_mhz: tuple[int, ...], of_others_mhz: tuple[int, ...], measured_mhz: list[int]
+) -> None:
+    cluster = Cluster(make_spec(), Rules(baseline_iterations=1))
+    for place, rank in cluster.ranks.items():
+        clocks_mhz = of_one_mhz if place == FIRST else of_others_mhz
+        cluster.send(replace(rank.joined(), gpu=make_gpu(place, clocks_mhz)))
+    cluster.iterate(30)
+    assert measured_clocks_mhz(cluster) == measured_mhz
+    cluster.expect(JobState.PLANNED if measured_mhz else JobState.STOCK)
+    assert measured_mhz or cluster.offered_versions == []

@@ -1,6 +1,8 @@
-"""A run from its registration to its end: joining, its initial state, and the way out of stock."""
+"""A run from its registration to its end: its states, joining, and the way out of stock."""
 
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 
@@ -16,17 +18,22 @@ from perseus.service.domain.inputs import (
 )
 from perseus.service.domain.model import Gpu, JobState, RankLeftReason
 from perseus.service.domain.records import MAX_REQUEST_IDS, ProfiledWork
-from perseus.service.domain.specification import Registration
+from perseus.service.domain.specification import OperatingPolicy, Parallelism, Registration
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning import plan_watch
 from perseus.service.job.planning.drift import BLOCK
 from perseus.service.job.planning.plan_watch import MAX_PREDICTION_VIOLATIONS
 from perseus.service.job.profiling.work_keys import WorkKeys
 from perseus.service.job.run import Run
+from perseus.service.job.runs import Begin, Continue, Decision, LatestRun, Refuse, Repeat, decide
+from perseus.service.job.states import NEEDS_ALL_RANKS, TRANSITIONS, TransitionError, check_transition
 from perseus.v1 import event_pb2, job_pb2
-from tests.service.job.emulated_cluster import PatientCluster
-from tests.service.job.machine_bench import cluster_in
-from tests.service.job.truthful_cluster import TruthfulCluster, slower_below_the_highest_clock
+from tests.service.job.clusters import (
+    PatientCluster,
+    TruthfulCluster,
+    cluster_in,
+    slower_below_the_highest_clock,
+)
 from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, REGISTRATION, Cluster, FakeRank, make_spec
 
 
@@ -54,28 +61,25 @@ def test_ranks_of_another_specification_are_refused_and_nothing_changes() -> Non
     joined_as(cluster, second, "other")
 
 
-def test_registrations_survive_a_restart_up_to_the_limit() -> None:
+def test_registrations_survive_a_restart_up_to_the_limit_and_the_latest_ones_labels_count() -> None:
     cluster = Cluster(make_spec())
     for number in range(MAX_REQUEST_IDS):
-        cluster.send(RegisteredAgain(Registration(f"request {number}", f"fingerprint {number}")))
+        labels = (("slurm-job", str(number)),)
+        cluster.send(
+            RegisteredAgain(Registration(f"request {number}", f"fingerprint {number}", labels=labels))
+        )
+        assert cluster.machine.registrations.labels == labels
     first, *_ = cluster.ranks.values()
     with pytest.raises(SpecMismatchError):  # the oldest one is forgotten
         joined_as(cluster, first, REGISTRATION.spec_fingerprint)
+    before = cluster.machine.registrations
     cluster.restart()
     known = cluster.machine.registrations.registrations
     assert [some.request_id for some in known] == [f"request {n}" for n in range(MAX_REQUEST_IDS)]
-    before = len(cluster.history)
+    assert cluster.machine.registrations.labels == before.labels
+    count = len(cluster.history)
     cluster.send(RegisteredAgain(known[-1]))
-    assert len(cluster.history) == before, "a retry stores nothing"
-
-
-def test_a_runs_labels_are_those_of_its_latest_registration() -> None:
-    cluster = Cluster(make_spec())
-    cluster.send(RegisteredAgain(Registration("second", labels=(("slurm-job", "17"),))))
-    assert cluster.machine.registrations.labels == (("slurm-job", "17"),)
-    cluster.send(RegisteredAgain(Registration("third", labels=(("slurm-job", "18"),))))
-    cluster.restart()
-    assert cluster.machine.registrations.labels == (("slurm-job", "18"),)
+    assert len(cluster.history) == count, "a retry stores nothing"
 
 
 def test_versions_of_a_new_run_follow_those_of_the_run_before() -> None:
@@ -126,23 +130,6 @@ def unlucky_cluster() -> PatientCluster:
     return cluster
 
 
-def test_after_a_resumption_one_baseline_counts_and_profiling_is_not_forgotten() -> None:
-    cluster = unlucky_cluster()
-    cluster.iterate(5)  # under the same clocks as the baseline that follows
-    before = cluster.job(is_full=True)
-    cluster.send(ResumeRequested())
-    cluster.iterate_until(JobState.PLANNED)
-    cluster.iterate(4)
-    after = cluster.job(is_full=True)
-    log = cluster.machine.run.log
-    assert log.latest_baseline is not None
-    assert log.latest_baseline.number > 0
-    assert log.latest_baseline.iteration_time_s == pytest.approx(after.baseline.iteration_time_s)
-    assert after.figures.saving.baseline_period_number == log.latest_baseline.number
-    assert before.profiling_cost.iteration_count > 0
-    assert after.profiling_cost == before.profiling_cost
-
-
 def test_a_restart_does_not_lead_back_to_stock() -> None:
     cluster = unlucky_cluster()
     cluster.restart()
@@ -188,20 +175,11 @@ def test_violated_predictions_survive_a_restart_and_kept_ones_cancel_them(
     cluster = TruthfulCluster(lag_s=0.006).plan()
     cluster.run(BLOCK)
     assert cluster.machine.record.prediction_violation_count == 1
-    cluster.run(3 * BLOCK)
-    assert cluster.machine.record.prediction_violation_count == 0
-    cluster.lag_s = 0.010
-    cluster.run(BLOCK)
+    cluster.restart()
+    cluster.join_all()
     assert cluster.machine.record.prediction_violation_count == 1
     cluster.run(3 * BLOCK)
-    cluster.slowness = slower_below_the_highest_clock
-    cluster.run(BLOCK)
-    assert len(cluster.announced(event_pb2.PredictionViolated)) > MAX_PREDICTION_VIOLATIONS
-    violation_count = cluster.machine.record.prediction_violation_count
-    assert 1 <= violation_count <= MAX_PREDICTION_VIOLATIONS
-    cluster.expect(JobState.PLANNED)
-    cluster.restart()
-    assert cluster.machine.record.prediction_violation_count == violation_count, "a restart forgives nothing"
+    assert cluster.machine.record.prediction_violation_count == 0
 
 
 def test_a_resumed_job_waits_for_its_missing_ranks() -> None:
@@ -289,3 +267,86 @@ def test_work_with_a_fingerprint_is_known_at_any_place() -> None:
     middle = keys("12 layers", "12 layers", "", microbatches=7)
     assert middle[:2] == (first, first)
     assert last not in middle
+
+
+# ---------------------------------------------------------------------- the table of transitions
+
+
+def test_every_state_can_be_reached_and_every_job_can_be_ended() -> None:
+    reached = {JobState.WAITING}
+    while more := {after for before in reached for after in TRANSITIONS[before]} - reached:
+        reached |= more
+    assert reached == set(JobState) == set(TRANSITIONS)
+    assert all(JobState.FINISHED in TRANSITIONS[state] for state in set(JobState) - {JobState.FINISHED})
+
+
+def test_a_state_that_needs_all_ranks_can_be_left_when_one_is_lost() -> None:
+    assert all(JobState.WAITING in TRANSITIONS[state] for state in NEEDS_ALL_RANKS)
+
+
+def test_a_transition_outside_the_table_is_refused_with_the_expected_states() -> None:
+    with pytest.raises(
+        TransitionError, match="from STOCK: expected BASELINE, FINISHED, WAITING, found PLANNED"
+    ):
+        check_transition(JobState.STOCK, JobState.PLANNED)
+    with pytest.raises(TransitionError, match="from FINISHED: expected no other state, found WAITING"):
+        check_transition(JobState.FINISHED, JobState.WAITING)
+
+
+def test_entering_a_state_checks_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(make_spec())
+    monkeypatch.setitem(TRANSITIONS, JobState.WAITING, frozenset())
+    with pytest.raises(TransitionError, match="from WAITING"):
+        cluster.machine.handle(FinishRequested(), 0.0, 0.0)
+    assert cluster.machine.record.state is JobState.WAITING
+
+
+# ---------------------------------------------------------------------- the run that a registration leads to
+
+
+BOTH, DIFFERENCES = (False, True), (None, "schedule")
+
+
+@pytest.mark.parametrize(
+    ("has_finished", "is_live", "difference", "known_to", "expected"),
+    [
+        pytest.param(BOTH, BOTH, DIFFERENCES, (2,), Repeat(2), id="it led to an earlier run, and does again"),
+        pytest.param((False,), BOTH, (None,), (None, 3), Continue(), id="the same while the run lasts"),
+        pytest.param((False,), (True,), ("schedule",), (None, 3), Refuse("schedule"), id="another"),
+        pytest.param(
+            (False,), (False,), ("schedule",), (None, 3), Begin(4, abandons="schedule"), id="no rank is left"
+        ),
+        # Ranks may still be live: the job was ended from outside.
+        pytest.param((True,), BOTH, DIFFERENCES, (None,), Begin(4), id="a new one after the end"),
+        pytest.param((True,), BOTH, DIFFERENCES, (3,), Repeat(3), id="a known one after the end"),
+    ],
+)
+def test_a_registration_leads_to_the_run_in_the_table(
+    has_finished: tuple[bool, ...],
+    is_live: tuple[bool, ...],
+    difference: tuple[str | None, ...],
+    known_to: tuple[int | None, ...],
+    expected: Decision,
+) -> None:
+    """The latest run is the third; `known_to`: the run that knows the request."""
+    for ended, live, differs, known in product(has_finished, is_live, difference, known_to):
+        assert decide(LatestRun(3, ended, live, differs), known) == expected
+
+
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [
+        (None, {}),
+        ("parallelism", {"parallelism": Parallelism(2, 3, 1)}),
+        ("schedule", {"schedule": make_spec(microbatches=4).schedule}),
+        ("policy", {"policy": OperatingPolicy(max_slowdown_percent=5.0)}),
+        ("stage_work", {"stage_work": ("16 layers", "8 layers")}),
+    ],
+)
+def test_the_part_in_which_another_specification_differs(part: str | None, other: dict[str, Any]) -> None:
+    spec = replace(make_spec(), stage_work=("12 layers", "12 layers"))
+    assert spec.difference(replace(spec, **other)) == part
+
+
+def test_the_first_registration_of_a_job_begins_its_first_run() -> None:
+    assert decide(None, None) == Begin(1)

@@ -1,12 +1,26 @@
-"""Why a job makes no progress: every reason is detected, announced once, and its end announced."""
+"""Why a job makes no progress, and what profiling may cost then, whatever the agents report.
 
+Every reason is detected, announced once, and its end announced. Iterations take the time of the clocks that
+are really in force; their cost beyond stock is added up here, not taken from reports.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from perseus.service.api.translate_jobs import coordinates_from_proto
 from perseus.service.domain.errors import RankNotServedError
-from perseus.service.domain.inputs import AgentDisconnected, FinishRequested, OfferAnswered, RankLeft
+from perseus.service.domain.inputs import (
+    AgentDisconnected,
+    FinishRequested,
+    OfferAnswered,
+    RankLeft,
+    ResumeRequested,
+    TelemetryArrived,
+)
 from perseus.service.domain.messages import time_from_proto
 from perseus.service.domain.model import (
     HoldClocks,
@@ -17,51 +31,109 @@ from perseus.service.domain.model import (
     StockClocks,
 )
 from perseus.service.domain.specification import Coordinates
+from perseus.service.domain.telemetry import TelemetryBatch
+from perseus.service.job.profiling.profiler import HOLD_LIMIT
 from perseus.service.job.progress import NO_PROGRESS_ITERATIONS, NO_PROGRESS_TIMEOUT_S
 from perseus.service.job.rules import Rules
 from perseus.v1 import event_pb2
-from tests.service.job.machine_bench import FIRST, FOURTH, SECOND, THIRD, answer
-from tests.service.job.troubled_cluster import (
-    Spoil,
-    TroubledCluster,
-    irregular,
-    of_another_version,
-    of_iteration_0,
-    without_energy,
-    without_estimate,
-)
-from tests.service.service_fakes import START_S
+from tests.service.job.clusters import FIRST, FOURTH, SECOND, THIRD, EmulatedCluster, answer
+from tests.service.service_fakes import CLOCKS_MHZ, START_S, FakeRank, make_spec
 
 ITERATION_S = 0.8
 Announced = tuple[str, str, Coordinates | None, int]
 """Whether a stall begins or ends, its reason, the rank that it names, and the number of such ranks."""
+Spoil = Callable[[TelemetryBatch], TelemetryBatch]
 
 
-class StallingCluster(TroubledCluster):
+def irregular(batch: TelemetryBatch) -> TelemetryBatch:
+    return batch._replace(iterations=batch.iterations._replace(is_regular=[False]))
+
+
+def of_another_version(batch: TelemetryBatch) -> TelemetryBatch:
+    return batch._replace(iterations=batch.iterations._replace(plan_version=[4711]))
+
+
+def of_iteration_0(batch: TelemetryBatch) -> TelemetryBatch:
+    rows, computations = batch.iterations, batch.computations
+    return batch._replace(
+        iterations=rows._replace(iteration=[0]),
+        computations=computations._replace(iteration=[0] * len(computations.iteration)),
+    )
+
+
+def without_estimate(batch: TelemetryBatch) -> TelemetryBatch:
+    return batch._replace(energy=None)
+
+
+def without_energy(batch: TelemetryBatch) -> TelemetryBatch:
+    """Report that computations cost nothing."""
+    if batch.energy is None:
+        return batch
+    samples = tuple(replace(sample, energy_j=0.0) for sample in batch.energy.samples)
+    return batch._replace(energy=replace(batch.energy, samples=samples))
+
+
+def without_samples(batch: TelemetryBatch) -> TelemetryBatch:
+    """Report an estimate that lacks all computations."""
+    return batch if batch.energy is None else batch._replace(energy=replace(batch.energy, samples=()))
+
+
+SPOILS: dict[Spoil, tuple[event_pb2.ClockGivenUpReason.ValueType, str] | None] = {
+    irregular: None,
+    of_another_version: None,
+    of_iteration_0: None,
+    without_estimate: (event_pb2.CLOCK_GIVEN_UP_REASON_NO_ESTIMATE, "sent no energy estimate"),
+    without_energy: (event_pb2.CLOCK_GIVEN_UP_REASON_NO_ENERGY, "cost no energy"),
+    without_samples: (event_pb2.CLOCK_GIVEN_UP_REASON_INCOMPLETE_ESTIMATE, "an energy estimate that lacks"),
+}
+"""Why clocks are given up for that, and the state's reason, if it is the rank's energies that are missing."""
+
+
+class TroubledCluster(EmulatedCluster):
+    """A cluster in which the ranks in `spoiling` spoil their reports."""
+
+    has_ticks = True
     time_s = ITERATION_S
+
+    def __init__(self, rules: Rules | None = None) -> None:
+        super().__init__(
+            make_spec(), rules or Rules(lease_s=1000.0, baseline_iterations=2, profile_iterations=2)
+        )
+        self.spoiling: dict[Coordinates, Spoil] = {}
 
     def iteration_time_s(self) -> float:
         return self.time_s
+
+    def end(self, rank: FakeRank, duration_s: float) -> TelemetryArrived:
+        event = super().end(rank, duration_s)
+        spoil = self.spoiling.get(rank.place)
+        return event if spoil is None else replace(event, batch=spoil(event.batch))
+
+    def start_trainers_again(self, iteration: int = -1) -> None:
+        """Let all trainers end, and others start after an iteration."""
+        for rank in self.ranks.values():
+            self.send(RankLeft(rank.place, rank.instance_id, RankLeftReason.TRAINER_GONE))
+            rank.start_trainer(iteration)
+        self.join_all()
 
     def stalls(self) -> list[Announced]:
         return [
             (
                 event_pb2.JobEventType.Name(event.type).removeprefix("JOB_EVENT_TYPE_"),
-                event_pb2.StallReason.Name(stall.reason).removeprefix("STALL_REASON_"),
-                coordinates_from_proto(stall.rank) if stall.HasField("rank") else None,
-                stall.rank_count,
+                event_pb2.StallReason.Name(event.stall.reason).removeprefix("STALL_REASON_"),
+                coordinates_from_proto(event.stall.rank) if event.stall.HasField("rank") else None,
+                event.stall.rank_count,
             )
             for event in self.events()
             if event.HasField("stall")
-            for stall in [event.stall]
         ]
 
     def reasons(self) -> list[tuple[str, str]]:
         return [(kind, reason) for kind, reason, _, _ in self.stalls()]
 
 
-def joined(rules: Rules | None = None) -> StallingCluster:
-    cluster = StallingCluster(rules)
+def joined(rules: Rules | None = None) -> TroubledCluster:
+    cluster = TroubledCluster(rules)
     cluster.join_all()
     return cluster
 
@@ -70,7 +142,7 @@ def joined(rules: Rules | None = None) -> StallingCluster:
 
 
 def test_missing_ranks_are_announced_once_and_shown_as_they_join() -> None:
-    cluster = StallingCluster()
+    cluster = TroubledCluster()
     cluster.send(cluster.ranks[FIRST].joined())
     cluster.pass_time(NO_PROGRESS_TIMEOUT_S - 1)
     assert cluster.stalls() == []
@@ -89,15 +161,6 @@ def test_missing_ranks_are_announced_once_and_shown_as_they_join() -> None:
     cluster.join_all()
     assert cluster.reasons() == [("STALLED", "RANK_MISSING"), ("STALL_ENDED", "RANK_MISSING")]
     assert cluster.machine.run.progress.stall is None
-
-
-def test_ranks_that_join_within_seconds_cause_no_event() -> None:
-    cluster = StallingCluster()
-    cluster.pass_time(NO_PROGRESS_TIMEOUT_S - 1)
-    cluster.join_all()
-    cluster.run_until(JobState.PLANNED)
-    cluster.run(20)
-    assert cluster.stalls() == []
 
 
 def test_a_lost_rank_is_missing_from_its_loss_on() -> None:
@@ -144,8 +207,9 @@ def test_ranks_without_iterations_are_announced_and_so_is_their_first_one() -> N
         (JobState.BASELINE, irregular, "IRREGULAR_ITERATIONS"),
         (JobState.PROFILING, of_another_version, "OTHER_CLOCKS"),
         (JobState.BASELINE, of_iteration_0, "REPEATED_ITERATIONS"),
+        (JobState.PROFILING, without_estimate, "NO_ENERGY_ESTIMATES"),
     ],
-    ids=["it reports nothing", "irregular", "under other clocks", "repeated"],
+    ids=["it reports nothing", "irregular", "under other clocks", "repeated", "without energy estimates"],
 )
 def test_the_one_rank_without_useful_iterations_is_named_until_it_has_some(
     state: JobState, spoil: Spoil | None, reason: str
@@ -237,9 +301,9 @@ def test_a_job_that_ends_is_not_waited_for() -> None:
 # ---------------------------------------------------------------------- profiling
 
 
-@pytest.mark.parametrize("spoil", [without_estimate, without_energy])
-def test_a_rank_without_energy_estimates_is_named_and_the_given_up_clocks_have_the_reason(
-    spoil: Spoil,
+@pytest.mark.parametrize(("spoil", "why"), [(spoil, why) for spoil, why in SPOILS.items() if why is not None])
+def test_a_rank_without_energies_is_named_and_its_clocks_are_given_up_until_the_job_is_resumed(
+    spoil: Spoil, why: tuple[event_pb2.ClockGivenUpReason.ValueType, str]
 ) -> None:
     cluster = joined(Rules(lease_s=1000.0, baseline_iterations=2, profile_iterations=3))
     cluster.spoiling[SECOND] = spoil
@@ -247,27 +311,17 @@ def test_a_rank_without_energy_estimates_is_named_and_the_given_up_clocks_have_t
     assert cluster.stalls() == [("STALLED", "NO_ENERGY_ESTIMATES", SECOND, 1)]
     given_up = cluster.announced(event_pb2.ClockGivenUp)
     assert [clock.clock_mhz for clock in given_up] == [1400, 1300]
-    no_estimate = event_pb2.CLOCK_GIVEN_UP_REASON_NO_ESTIMATE
-    expected = no_estimate if spoil is without_estimate else event_pb2.CLOCK_GIVEN_UP_REASON_NO_ENERGY
-    assert {clock.reason for clock in given_up} == {expected}
-    assert {coordinates_from_proto(clock.rank) for clock in given_up} == {SECOND}
+    assert {(clock.reason, coordinates_from_proto(clock.rank)) for clock in given_up} == {(why[0], SECOND)}
     (ended,) = cluster.announced(event_pb2.ProfilingEnded)
     assert (ended.is_enough, ended.HasField("limit")) == (False, False)
     assert ended.cost.iteration_count < 60
     reason = cluster.announced(event_pb2.StateChanged)[-1].reason
     assert str(SECOND) in reason
-    assert ("sent no energy estimate" if spoil is without_estimate else "cost no energy") in reason
+    assert why[1] in reason
     assert cluster.machine.run.progress.stall is None
-
-
-def test_late_estimates_end_the_stall() -> None:
-    cluster = joined(Rules(lease_s=1000.0, baseline_iterations=2, profile_iterations=3))
-    cluster.spoiling[FIRST] = without_estimate
-    cluster.run(22)
-    assert cluster.reasons() == [("STALLED", "NO_ENERGY_ESTIMATES")]
     cluster.spoiling.clear()
+    cluster.send(ResumeRequested())
     cluster.run_until(JobState.PLANNED)
-    assert cluster.reasons()[1:] == [("STALL_ENDED", "NO_ENERGY_ESTIMATES")]
 
 
 def test_clocks_are_released_while_their_cost_is_unknown() -> None:
@@ -305,22 +359,6 @@ def test_the_budget_ends_a_round_and_the_reason_names_the_awaited_rank() -> None
 # ---------------------------------------------------------------------- restarts of the coordinator
 
 
-def test_profiling_cost_and_given_up_clocks_survive_a_restart() -> None:
-    cluster = joined(Rules(lease_s=1000.0, baseline_iterations=2, profile_iterations=2))
-    cluster.spoiling[FIRST] = without_estimate
-    while not cluster.machine.record.given_up_clocks:
-        cluster.run()
-    before = cluster.machine.run
-    assert before.counters.profiling_cost.iteration_count > 16
-    cluster.restart()
-    after = cluster.machine.run
-    assert after is not before
-    assert (after.counters, after.record.given_up_clocks) == (before.counters, before.record.given_up_clocks)
-    cluster.join_all()
-    cluster.run_until(JobState.STOCK)
-    assert [clock.clock_mhz for clock in cluster.announced(event_pb2.ClockGivenUp)] == [1400, 1300]
-
-
 def test_the_end_of_a_stall_is_announced_after_a_restart() -> None:
     cluster = joined()
     cluster.pass_time(NO_PROGRESS_TIMEOUT_S)
@@ -339,3 +377,101 @@ def test_refused_telemetry_does_not_end_a_stall() -> None:
         cluster.handle(replace(cluster.ranks[FIRST].end(ITERATION_S), instance_id="another agent"))
     cluster.pass_time(NO_PROGRESS_TIMEOUT_S)
     assert cluster.stalls() == [("STALLED", "NO_ITERATIONS", None, 4)]
+
+
+# ---------------------------------------------------------------------- the cost of profiling
+
+
+BUDGET_S = 20.0
+ITERATIONS = 2
+
+
+def iteration_time_s(clock_mhz: int) -> float:
+    """At the lowest clock five times as long as at the highest, which is also that of stock."""
+    below = (CLOCKS_MHZ[0] - (clock_mhz or CLOCKS_MHZ[0])) / (CLOCKS_MHZ[0] - CLOCKS_MHZ[-1])
+    return ITERATION_S * (1 + 4 * below)
+
+
+SLOWEST_S = iteration_time_s(CLOCKS_MHZ[-1])
+ROUND_S = HOLD_LIMIT * ITERATIONS * (SLOWEST_S - ITERATION_S)
+NO_PROGRESS_S = 2 * max(NO_PROGRESS_TIMEOUT_S, (NO_PROGRESS_ITERATIONS + ITERATIONS) * SLOWEST_S)
+"""After this time without a step a job needs a reason; a reason may take its timeout twice."""
+
+
+class CostlyCluster(TroubledCluster):
+    """A cluster whose cost of profiling is added up; `stuck_s` is the time since the last step."""
+
+    def __init__(self) -> None:
+        rules = Rules(baseline_iterations=2, profile_iterations=ITERATIONS, profile_budget_extra_s=BUDGET_S)
+        super().__init__(rules.model_copy(update={"lease_s": 1e9}))
+        self.join_all()
+        self.extra_s = 0.0
+        self.stuck_s = 0.0
+        self.mark: object = None
+
+    def iteration_time_s(self) -> float:
+        clocks = [rank.in_force.clocks for rank in self.ranks.values()]
+        held_mhz = [mhz for some in clocks if isinstance(some, HoldClocks) for mhz in some.clocks_mhz]
+        duration_s = max(map(iteration_time_s, held_mhz), default=ITERATION_S)
+        if self.machine.record.state is JobState.PROFILING:
+            self.extra_s += duration_s - ITERATION_S
+        return duration_s
+
+    def run(self, count: int = 1) -> None:
+        for _ in range(count):
+            begun_s = self.now_s
+            super().run()
+            self.check_stall(self.now_s - begun_s)
+
+    def check_stall(self, duration_s: float) -> None:
+        """Check that a state without progress has a reason; renewed progress counts as a step."""
+        machine = self.machine
+        is_stalled = machine.run.progress.stall is not None
+        mark = machine.record.state, machine.run.profiler.profiles, machine.record.given_up_clocks, is_stalled
+        has_use = machine.record.state not in (JobState.PLANNED, JobState.STOCK, JobState.FINISHED)
+        self.stuck_s = self.stuck_s + duration_s if mark == self.mark and has_use else 0.0
+        self.mark = mark
+        if self.stuck_s > NO_PROGRESS_S:
+            assert is_stalled, f"no stall is announced after {self.stuck_s} s in {machine.record.state}"
+
+
+phases = st.lists(
+    st.tuples(
+        st.dictionaries(
+            st.sampled_from((FIRST, SECOND, THIRD, FOURTH)), st.sampled_from([*SPOILS, None]), max_size=4
+        ),
+        st.integers(1, 40),
+    ),
+    min_size=1,
+    max_size=6,
+)
+"""How some ranks spoil their reports (None: they send none), and for how many iterations."""
+
+
+@pytest.mark.slow("each of hundreds of emulated iterations is handled second by second")
+@given(phases=phases, honest_at_first=st.booleans())
+def test_the_extra_time_stays_within_its_budget_for_any_reports(
+    phases: list[tuple[dict[Coordinates, Spoil | None], int]], honest_at_first: bool
+) -> None:
+    cluster = CostlyCluster()
+    if honest_at_first:
+        cluster.run_until(JobState.PROFILING)
+    for spoiling, count in phases:
+        cluster.spoiling = {place: spoil for place, spoil in spoiling.items() if spoil is not None}
+        cluster.silent = spoiling.keys() - cluster.spoiling.keys()
+        cluster.run(count)
+    assert cluster.extra_s <= BUDGET_S + ROUND_S
+    assert cluster.machine.run.profiler.cost.extra_time_s <= BUDGET_S + ROUND_S
+
+
+def test_unreported_iterations_count_as_well() -> None:
+    cluster = CostlyCluster()
+    while not cluster.machine.run.profiler.profiles:
+        cluster.run()
+    cluster.spoiling[FOURTH] = without_estimate
+    for number in range(100):
+        cluster.silent = {FOURTH} if number % 2 else ()
+        cluster.run()
+    cluster.expect(JobState.STOCK)
+    assert cluster.machine.run.profiler.cost.extra_time_s == pytest.approx(cluster.extra_s)
+    assert cluster.extra_s <= BUDGET_S + 3 * (SLOWEST_S - ITERATION_S)

@@ -19,7 +19,7 @@ from perseus.service.job.machine import JobMachine, replay
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.recording import Recording
 from perseus.service.job.rules import Rules
-from tests.service.job.machine_bench import planned
+from tests.service.job.clusters import planned
 from tests.service.service_fakes import Cluster, make_spec, refined, solved
 
 

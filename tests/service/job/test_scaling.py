@@ -51,7 +51,7 @@ from perseus.service.domain.specification import OperatingPolicy, Registration
 from perseus.service.domain.telemetry import GpuLimits
 from perseus.service.job.rules import Rules
 from perseus.v1 import event_pb2
-from tests.service.job.emulated_cluster import PatientCluster
+from tests.service.job.clusters import PatientCluster
 from tests.service.service_fakes import EPOCH, START_S, FakeRank, make_spec, refined, solved
 
 Shape = tuple[int, int, int]

@@ -1,4 +1,4 @@
-"""The energy of a run, hour by hour."""
+"""The energy of a run, hour by hour: every iteration once, and in the right place."""
 
 import statistics
 from dataclasses import astuple, replace

@@ -1,18 +1,24 @@
-"""Iterations assembled from their ranks, and the report's periods."""
+"""Iterations assembled from their ranks, their report and its savings; the timelines kept of a job."""
 
 import math
 import statistics
+import sys
+from array import array
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.service.domain.measured import MAX_PERIODS, Period, saving
+from perseus.service.domain.measured import MAX_PERIODS, JobIteration, Period, saving
 from perseus.service.domain.model import STOCK, JobState, PipelineOffer
-from perseus.service.domain.specification import Parallelism
-from perseus.service.domain.telemetry import IterationColumns
-from perseus.service.job.iterations.iteration_log import OPEN_LIMIT, IterationLog
+from perseus.service.domain.specification import Coordinates, Parallelism
+from perseus.service.domain.telemetry import ComputationColumns, IterationColumns, Order
+from perseus.service.job.iterations.iteration_log import OPEN_LIMIT, IterationLog, report
+from perseus.service.job.iterations.timeline_memory import TimelineMemory
+from perseus.solver import one_forward_one_backward
+from perseus.v1.job_pb2 import IterationSummary
 
 RANKS = list(Parallelism(2, 1, 2).all_coordinates())
 NOW_S = 1_000_000.0
@@ -159,6 +165,16 @@ def test_memory_holds_the_latest_periods_and_the_baseline_that_they_are_held_aga
     assert again.periods[-1].number == 3 * MAX_PERIODS - 1
 
 
+def test_plans_since_the_baseline_are_known() -> None:
+    log = IterationLog(RANKS)
+    assert log.has_planned_since_baseline, "there is no baseline"
+    for version, state in enumerate((JobState.BASELINE, JobState.PLANNED, JobState.BASELINE)):
+        label(log, version, 2 * version, state)
+        for iteration in (2 * version, 2 * version + 1):
+            add_all(log, iteration, version=version)
+        assert log.has_planned_since_baseline is (state is JobState.PLANNED)
+
+
 def test_a_straggler_begins_a_period_of_its_own() -> None:
     log = IterationLog(RANKS)
     log.mark_straggler(3, True)
@@ -223,3 +239,193 @@ def test_a_period_holds_mean_and_standard_error(measured: list[tuple[float, floa
         period.iteration_time_se_s, statistics.stdev(times_s) / math.sqrt(len(times_s)), abs_tol=1e-9
     )
     assert math.isclose(sum(period.pipeline_energy_j), period.energy_j, abs_tol=1e-9)
+
+
+# ---------------------------------------------------------------------- savings
+
+
+def period(number: int, times_s: list[float], energies_j: list[float]) -> Period:
+    """Iterations of one pipeline, added one by one."""
+    found = Period(
+        number, JobState.PLANNED, False, (1,), 0, 0, 0.0, 0.0, 1, times_s[0], 0.0, energies_j[0], 0.0,
+        (energies_j[0],),
+    )  # fmt: skip
+    for iteration, (time_s, energy_j) in enumerate(zip(times_s[1:], energies_j[1:], strict=True), start=1):
+        found = found.extended(JobIteration(iteration, (1,), True, time_s, (energy_j,)), float(iteration))
+    return found
+
+
+def test_a_saving_is_in_percent_of_the_baseline() -> None:
+    found = saving(period(3, [1.1, 1.1], [750.0, 750.0]), period(0, [1.0, 1.0], [1000.0, 1000.0]))
+    assert found.baseline_number == 0
+    assert found.energy_percent == pytest.approx(25.0)
+    assert found.slowdown_percent == pytest.approx(10.0)
+    assert (found.energy_se_percent, found.slowdown_se_percent) == (0.0, 0.0)
+    assert (found.energy_margin_percent, found.slowdown_margin_percent) == (0.0, 0.0)
+
+
+def test_a_margin_is_half_the_95_percent_interval_by_students_distribution() -> None:
+    exact = [1000.0, 1000.0, 1000.0]
+    stock = period(0, [1.0, 1.0, 1.0], exact)
+    (own,) = [period(1, [0.9, 1.0, 1.1], exact)]
+    assert own.iteration_time_margin_s == pytest.approx(4.303 * 0.1 / math.sqrt(3), rel=1e-3)
+    assert own.energy_margin_j == 0.0
+    assert saving(own, stock).slowdown_margin_percent == pytest.approx(4.303 * 10 / math.sqrt(3), rel=1e-3)
+    # Equal errors on both sides have the degrees of freedom of both.
+    assert saving(own, own).slowdown_margin_percent == pytest.approx(2.776 * 10 * math.sqrt(2 / 3), rel=1e-3)
+    single = period(2, [1.0], [1000.0])
+    assert (single.iteration_time_margin_s, single.energy_margin_j) == (None, None)
+    for found in (saving(single, stock), saving(stock, single)):
+        assert (found.slowdown_se_percent, found.slowdown_margin_percent) == (None, None)
+        assert (found.energy_se_percent, found.energy_margin_percent) == (None, None)
+        assert found.energy_percent is not None
+
+
+@pytest.mark.parametrize(
+    ("counts", "spreads"),
+    [((40, 5), (0.01, 0.01)), ((5, 40), (0.02, 0.001)), ((8, 8), (0.001, 0.03)), ((100, 10), (0.05, 0.05))],
+)
+def test_the_standard_error_is_the_spread_of_repeated_trainings(
+    counts: tuple[int, int], spreads: tuple[float, float]
+) -> None:
+    """The savings of many trainings of the same kind spread by the mean of their reported errors."""
+    rng = np.random.default_rng(7)
+    savings = []
+    for _ in range(1000):
+        (period_s, period_j), (stock_s, stock_j) = (
+            rng.normal(np.array(means)[:, None], np.array(means)[:, None] * spread, (2, count))
+            for means, count, spread in zip(((1.02, 780.0), (1.0, 1000.0)), counts, spreads, strict=True)
+        )
+        savings.append(
+            saving(
+                period(1, period_s.tolist(), period_j.tolist()), period(0, stock_s.tolist(), stock_j.tolist())
+            )
+        )
+    for name, expected in (("energy", 22.0), ("slowdown", 2.0)):
+        found = np.array([getattr(each, f"{name}_percent") for each in savings])
+        reported = np.array([getattr(each, f"{name}_se_percent") for each in savings])
+        assert found.mean() == pytest.approx(expected, abs=4 * found.std() / math.sqrt(len(found)))
+        assert math.sqrt((reported**2).mean()) == pytest.approx(found.std(), rel=0.08)
+
+
+@pytest.mark.parametrize(("energy_j", "stock_j"), [(0.0, 5.0), (5.0, 0.0), (0.0, 0.0)])
+def test_without_measured_energy_there_is_no_saving(energy_j: float, stock_j: float) -> None:
+    found = saving(period(1, [1.1] * 2, [energy_j] * 2), period(0, [1.0] * 2, [stock_j] * 2))
+    assert (found.energy_percent, found.energy_se_percent) == (None, None)
+    assert found.slowdown_percent == pytest.approx(10.0)
+
+
+def test_the_report_compares_with_the_latest_baseline_from_any_start() -> None:
+    (rank,) = Parallelism(1, 1, 1).all_coordinates()
+    log = IterationLog([rank])
+    states = {0: JobState.BASELINE, 1: JobState.PROFILING, 2: JobState.PLANNED, 3: JobState.BASELINE}
+    for version, state in [*states.items(), (4, JobState.PLANNED)]:
+        log.label(0, PipelineOffer((version,), 3 * version, STOCK), state)
+        for iteration in range(3 * version, 3 * version + 3):
+            log.add(rank, rows([iteration], version=version, time_s=1.0 + version), 1000.0 + iteration)
+    expected = [None, 0, 0, None, 3]
+    assert [each and each.baseline_number for _, each in report(log.periods, 0)] == expected
+    for first in range(6):
+        assert list(report(log.periods, first)) == list(report(log.periods, 0))[first:]
+    spans = [(each.first_iteration, each.last_iteration) for each, _ in report(log.periods, 0)]
+    assert spans == [(1, 2), (4, 5), (7, 8), (10, 11), (13, 14)], "the first under new plans is left out"
+    assert [(each.start_time_s, each.end_time_s) for each, _ in report(log.periods, 0)] == [
+        (1000.0 + first, 1000.0 + last) for first, last in spans
+    ]
+
+
+# ---------------------------------------------------------------------- timelines
+
+
+ORDER = one_forward_one_backward(2, 10).orders[0]
+
+
+def of_whole_order(iteration: int) -> ComputationColumns:
+    count = len(ORDER)
+    return ComputationColumns(
+        iteration=[iteration] * count,
+        kind=[0, 1] * (count // 2),
+        microbatch=list(range(count)),
+        chunk=[0] * count,
+        begin_s=[0.1 * row for row in range(count)],
+        duration_s=[0.05] * count,
+        clock_mhz=[1200 + row for row in range(count)],
+    )
+
+
+def finish(
+    memory: TimelineMemory, iteration: int, pipeline: int = 0, columns: ComputationColumns | None = None
+) -> None:
+    """Let both stages report their columns, and the pipeline's iteration end."""
+    for stage in range(2):
+        memory.add(Coordinates(pipeline, stage, 0), columns or of_whole_order(iteration))
+    memory.finish(
+        IterationSummary(pipeline=pipeline, iteration=iteration, iteration_time_s=4.0, energy_j=1.0)
+    )
+
+
+def test_the_latest_iteration_that_all_stages_reported_is_found() -> None:
+    memory = TimelineMemory(Parallelism(1, 2, 1))
+    for iteration in range(5):
+        finish(memory, iteration)
+    memory.add(Coordinates(0, 0, 0), at(5, [1200, 1000]))
+    for _ in range(2):
+        latest = memory.latest(0)
+        assert latest is not None
+        assert (latest.iteration, len(latest.stages)) == (4, 2)
+        memory.end()
+    assert memory.mean_clock_mhz(0, 0) == memory.mean_clock_mhz(0, 1), "the incomplete one is forgotten"
+
+
+def test_a_job_that_ends_without_a_complete_iteration_keeps_none() -> None:
+    memory = TimelineMemory(Parallelism(1, 2, 1))
+    memory.add(Coordinates(0, 0, 0), of_whole_order(0))
+    memory.end()
+    assert memory.latest(0) is None
+    assert memory.mean_clock_mhz(0, 0) is None, "nothing is left of it"
+
+
+def test_a_regular_iteration_is_kept_compact_and_unchanged() -> None:
+    order = Order(ORDER)
+    first, second = (order.compact(of_whole_order(iteration)) for iteration in (1, 2))
+    assert first.kind is second.kind
+    assert first.microbatch is second.microbatch
+    assert first.chunk is second.chunk
+    for kept, reported in zip(first[4:], of_whole_order(1)[4:], strict=True):
+        assert list(kept) == reported
+        assert isinstance(kept, array)
+        assert sys.getsizeof(kept) < 1.5 * kept.itemsize * len(kept) + 64
+
+
+def at(iteration: int, clocks_mhz: list[int]) -> ComputationColumns:
+    """A forward of 1 s and a backward of 3 s."""
+    return ComputationColumns([iteration] * 2, [0, 1], [0, 0], [0, 0], [0.0, 1.0], [1.0, 3.0], clocks_mhz)
+
+
+def test_an_iteration_of_the_baseline_outlives_those_under_plans_and_the_jobs_end() -> None:
+    memory = TimelineMemory(Parallelism(2, 2, 1))
+    finish(memory, 3, 1, at(3, [0, 0]))
+    memory.keep_baseline()
+    assert memory.baseline is not None
+    pipeline, timeline = memory.baseline
+    assert (pipeline, timeline.iteration) == (1, 3), "the first pipeline with a complete one"
+
+    for iteration in range(4, 12):
+        finish(memory, iteration, 1, at(iteration, [1200, 1000]))
+    memory.end()
+    assert memory.baseline == (1, timeline)
+    latest = memory.latest(1)
+    assert latest is not None
+    assert latest.iteration == 11
+
+    memory.keep_baseline()
+    assert memory.baseline is None, "iterations at other clocks are no baseline"
+
+
+def test_the_mean_clock_is_weighted_by_time() -> None:
+    memory = TimelineMemory(Parallelism(1, 2, 1))
+    memory.add(Coordinates(0, 0, 0), at(3, [1200, 1000]))
+    assert memory.mean_clock_mhz(0, 0) == 1050
+    assert memory.mean_clock_mhz(0, 1) is None
+    memory.add(Coordinates(0, 0, 0), at(4, [0, 0]))
+    assert memory.mean_clock_mhz(0, 0) == 0

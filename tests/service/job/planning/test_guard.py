@@ -1,4 +1,4 @@
-"""The guard by itself: which iteration times violate a prediction."""
+"""The guard and its evidence: violated predictions, irregular iterations, drift, and changed work."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -7,9 +7,16 @@ from statistics import median
 import numpy as np
 import pytest
 
-from perseus.service.domain.measured import JobIteration
+from perseus.service.domain.measured import JobIteration, Timeline
+from perseus.service.domain.model import JobState
+from perseus.service.domain.specification import Parallelism
+from perseus.service.job.planning.drift import BLOCK, DriftWatch, changed_work
 from perseus.service.job.planning.guard import Guard, PredictionViolation
+from perseus.service.job.planning.irregular import IrregularWatch
 from perseus.service.job.rules import Rules
+from perseus.solver import Kind, Measurement, Pipeline, one_forward_one_backward
+from tests.service.job.clusters import TruthfulCluster
+from tests.service.service_fakes import CLOCKS_MHZ, batch, energy_j, estimate, time_s
 
 PREDICTED_S = 1.0
 
@@ -120,3 +127,154 @@ def test_other_plans_and_irregular_iterations_do_not_count() -> None:
         mixed = iteration(number, 1.1, version=number // 4)
         assert guard.judge(mixed, PREDICTED_S, 0.9) is None
         assert guard.judge(replace(mixed, is_regular=False), PREDICTED_S, 0.9) is None
+
+
+# ---------------------------------------------------------------------- irregular iterations
+
+
+def judged(watch: IrregularWatch, times_s: list[float], regular_every: int = 0) -> list[int]:
+    """Return the iterations at which the plans are withdrawn."""
+    return [
+        number
+        for number, time_s in enumerate(times_s)
+        if watch.judge(
+            iteration(number, time_s, is_regular=bool(regular_every) and number % regular_every == 0),
+            PREDICTED_S,
+        )
+        is not None
+    ]
+
+
+def test_plans_are_withdrawn_if_most_of_the_latest_iterations_are_irregular_and_slow() -> None:
+    assert judged(IrregularWatch(Rules()), [1.02] * 5) == [4]
+    assert judged(IrregularWatch(Rules()), [1.005] * 20) == []
+    assert judged(IrregularWatch(Rules()), [0.5] * 20) == [], "shorter ones do no harm"
+    assert judged(IrregularWatch(Rules()), [5.0] * 20, regular_every=2)[:1] == [5]
+    watch = IrregularWatch(Rules())
+    assert [watch.judge(iteration(n, 5.0, is_regular=n % 3 > 0), PREDICTED_S) for n in range(20)] == [
+        None
+    ] * 20
+
+
+def test_iterations_that_take_as_long_at_stock_keep_the_plans() -> None:
+    watch = IrregularWatch(Rules())
+    for number in range(6):
+        watch.take_stock(iteration(number, 1.5, version=0, is_regular=False))
+        watch.take_stock(iteration(number, 0.9, version=0))
+    watch.restart()
+    assert judged(watch, [1.5] * 20) == []
+    assert judged(watch, [1.6] * 5) != []
+
+
+def test_iterations_under_other_plans_do_not_count() -> None:
+    watch = IrregularWatch(Rules())
+    assert all(
+        watch.judge(iteration(n, 5.0, version=n // 4, is_regular=False), PREDICTED_S) is None
+        for n in range(40)
+    )
+
+
+def test_iterations_that_are_as_irregular_at_stock_withdraw_plans_only_once() -> None:
+    cluster = TruthfulCluster().plan()
+    cluster.iterate(25, 3.0, is_regular=False)
+    cluster.expect(JobState.BASELINE)
+    cluster.run_until(JobState.PLANNED)
+    cluster.run(3)
+    cluster.iterate(20, 3.0, is_regular=False)
+    cluster.expect(JobState.PLANNED)
+
+
+# ---------------------------------------------------------------------- drift, and changed work
+
+
+SCHEDULE = one_forward_one_backward(2, 8)
+SHAPE = Parallelism(3, 2, 1)
+KINDS = (Kind.FORWARD, Kind.BACKWARD)
+MEASURED = {(stage, mhz) for stage in range(2) for mhz in CLOCKS_MHZ}
+PROBLEM = Pipeline(
+    SCHEDULE,
+    {
+        (stage, 0, kind): tuple(
+            Measurement(mhz, time_s(stage, kind, mhz), energy_j(stage, kind, mhz)) for mhz in CLOCKS_MHZ
+        )
+        for stage in range(2)
+        for kind in KINDS
+    },
+    (60.0, 60.0),
+)
+
+
+def watch(scales: dict[tuple[int, int], float], count: int = 16) -> DriftWatch:
+    """Return a watch with every rank at 1200 MHz, its times scaled by (pipeline, stage)."""
+    drift_watch = DriftWatch(SHAPE)
+    for place in SHAPE.all_coordinates():
+        reported = estimate(SCHEDULE.orders[place.stage], 1, 3, 1200)
+        scale = scales.get((place.pipeline, place.stage), 1.0)
+        samples = tuple(
+            replace(sample, time_s=sample.time_s * scale, computation_count=count)
+            for sample in reported.samples
+        )
+        drift_watch.take_estimate(place, replace(reported, samples=samples))
+    return drift_watch
+
+
+def everywhere(scale: float) -> dict[tuple[int, int], float]:
+    return {(pipeline, 1): scale for pipeline in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("drift_watch", "measured", "ratio"),
+    [
+        pytest.param(watch({}), MEASURED, None, id="none"),
+        pytest.param(watch({(0, 1): 1.3}), MEASURED, None, id="on one pipeline"),
+        pytest.param(watch(everywhere(1.05)), MEASURED, 1.05, id="on all pipelines"),
+        pytest.param(watch(everywhere(1.015)), MEASURED, None, id="a little"),
+        pytest.param(watch(everywhere(1.015)), MEASURED - {(1, 1200)}, 1.015, id="at an interpolated clock"),
+        pytest.param(watch(everywhere(2.0), count=4), MEASURED, None, id="of too few computations"),
+    ],
+)
+def test_a_difference_on_all_pipelines_is_drift(
+    drift_watch: DriftWatch, measured: set[tuple[int, int]], ratio: float | None
+) -> None:
+    drift = drift_watch.check(PROBLEM, measured, ignored=())
+    assert (drift is None) == (ratio is None)
+    if drift is not None:
+        assert drift.worst[:2] == (1, 1200)
+        assert drift.worst_ratio == pytest.approx(ratio)
+        assert len(drift.times_s) == 4
+
+
+def test_a_check_is_due_after_every_block_under_the_same_plans() -> None:
+    found = DriftWatch(SHAPE)
+    due = [n for n in range(2 * BLOCK) if found.is_due((1, 1))]
+    assert due == [BLOCK - 1, 2 * BLOCK - 1]
+    assert not any(found.is_due((n, n)) for n in range(3 * BLOCK))
+
+
+# ---------------------------------------------------------------------- changed work
+
+
+def timeline(*ratios: float) -> Timeline:
+    """Return an iteration at the highest clock whose stages take so much longer than planned."""
+    stages = []
+    for ratio, order in zip(ratios, SCHEDULE.orders, strict=True):
+        columns = batch(1, [7], 1, 1.0, order=order, clock_mhz=1400).computations
+        times_s = [ratio * time_s(each.stage, each.kind, 1400) for each in order]
+        stages.append(columns._replace(duration_s=times_s))
+    return Timeline(7, 1.0, tuple(stages))
+
+
+def test_slowness_of_every_pipeline_is_changed_work() -> None:
+    changed = changed_work(PROBLEM, [timeline(1.0, 2.0), timeline(1.0, 1.9)])
+    assert changed is not None
+    assert changed == pytest.approx((1, 1.9))
+
+
+@pytest.mark.parametrize("pipeline_count", [2, 3, 8])
+def test_slowness_of_one_pipeline_is_a_straggler(pipeline_count: int) -> None:
+    others = [timeline(1.0, 1.0)] * (pipeline_count - 1)
+    assert changed_work(PROBLEM, [timeline(1.2, 1.5), *others]) is None
+
+
+def test_without_timelines_no_change_is_found() -> None:
+    assert changed_work(PROBLEM, []) is None

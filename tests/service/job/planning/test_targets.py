@@ -1,13 +1,24 @@
-"""Targets of a power budget and of a signal override the policy, and outlive a restart."""
+"""Targets of a power budget and of a signal override the policy, and outlive a restart.
+
+Urgent ones take effect within an iteration, which then does not count. A maximum clock postpones the work
+above it.
+"""
 
 import math
 from dataclasses import replace
 
 import pytest
 
+from perseus.service.domain.commands import Command, RefuseRank, SendMaxClock, SendOffer
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.inputs import BudgetTargetSet, PolicySet, SignalTargetSet
-from perseus.service.domain.model import JobState
+from perseus.service.domain.inputs import (
+    BudgetTargetSet,
+    FinishRequested,
+    MaxClockSet,
+    PolicySet,
+    SignalTargetSet,
+)
+from perseus.service.domain.model import STOCK, FaultyPart, HoldClocks, JobState, MaxClock, StockClocks
 from perseus.service.domain.signals import (
     ExtraTime,
     SignalKind,
@@ -17,11 +28,23 @@ from perseus.service.domain.signals import (
     WorkUntil,
     WorkWindow,
 )
+from perseus.service.domain.snapshot import Fault
 from perseus.service.domain.specification import BudgetTerms, OperatingPolicy
+from perseus.service.domain.stall import MAX_CLOCK_STEP
 from perseus.service.job import views
+from perseus.service.job.iterations.iteration_log import report
+from perseus.service.job.quarantine import handle, quarantine
 from perseus.v1 import event_pb2
-from tests.service.job.machine_bench import cluster_in, planned, straggler
-from tests.service.service_fakes import Cluster
+from tests.service.job.clusters import (
+    FIRST,
+    cluster_in,
+    events,
+    measured_clocks_mhz,
+    offers,
+    planned,
+    straggler,
+)
+from tests.service.service_fakes import EPOCH, START_S, Cluster
 
 
 def middle_s(cluster: Cluster) -> float:
@@ -55,7 +78,7 @@ def test_a_straggler_gets_the_plan_that_its_slowness_stretches_to_the_target() -
     assert straggler_s <= target_time_s / factor < other_s <= target_time_s
 
 
-def test_a_target_waits_for_plans_and_survives_a_restart() -> None:
+def test_a_target_waits_for_plans() -> None:
     target_time_s = middle_s(planned())
     cluster = cluster_in(JobState.BASELINE)
     cluster.send(BudgetTargetSet(target_time_s, is_urgent=True))
@@ -64,13 +87,6 @@ def test_a_target_waits_for_plans_and_survives_a_restart() -> None:
     cluster.iterate(4)
     times_s = cluster.planned_times_s()
     assert views.solved_frontier(cluster.machine.run).t_min_s < max(times_s) <= target_time_s
-    offered_count = len(cluster.offered_versions)
-    cluster.restart()
-    assert views.power(cluster.machine.run).target_time_s == target_time_s
-    cluster.join_all()
-    cluster.iterate(4)
-    assert cluster.planned_times_s() == times_s
-    assert len(cluster.offered_versions) == offered_count, "no offer is repeated needlessly"
 
 
 @pytest.mark.parametrize("is_urgent", [True, False])
@@ -128,18 +144,10 @@ def point_s(cluster: Cluster, share: float) -> float:
     return until_t_star_s[int(share * (len(until_t_star_s) - 1))]
 
 
-def test_iterations_of_the_window_are_counted_also_over_a_restart() -> None:
+def test_iterations_of_the_window_are_counted() -> None:
     cluster = planned(policy=POLICY)
     cluster.send(target(point_s(cluster, 0.5)))
-    cluster.iterate(5)
-    shown = cluster.job().signal_target
-    assert shown.done_count == 5
-    cluster.restart()
-    assert cluster.job().signal_target == shown
-    cluster.join_all()
-    times_s = cluster.planned_times_s()
-    cluster.iterate(3)
-    assert cluster.planned_times_s() == times_s
+    cluster.iterate(8)
     cluster.send(target(None))  # of the same window
     assert cluster.machine.record.signal_target == SignalTarget(
         WINDOW, SignalTargetState.FOLLOWING, None, 400.0, 8
@@ -212,3 +220,126 @@ def test_a_rule_describes_itself() -> None:
     assert str(POLICY) == "least carbon within 10 % more time over 86400 s"
     rule = SignalRule(SignalKind.PRICE, work_until=WorkUntil(1000, 1_800_000_000.0))
     assert str(rule) == "least cost: 1000 iterations until 2027-01-15T08:00:00Z"
+
+
+# ---------------------------------------------------------------------- urgent offers
+
+
+def hurry(cluster: Cluster) -> None:
+    """Set slower plans, as urgent, while all ranks are in the middle of an iteration."""
+    for rank in cluster.ranks.values():
+        rank.begin()
+    target_s = 1.2 * max(cluster.planned_times_s())
+    commands = cluster.handle(BudgetTargetSet(target_s, is_urgent=True))
+    assert {offer.is_urgent for offer in offers(commands).values()} == {True}
+    cluster.carry_out(commands)
+
+
+def test_a_touched_iteration_is_in_the_ledger_and_no_evidence_however_long_it_takes() -> None:
+    cluster = planned()
+    reported, totals = list(report(cluster.machine.run.log.periods, 0)), cluster.machine.run.log.totals
+    hurry(cluster)
+    before = len(cluster.history)
+    for rank in cluster.ranks.values():
+        cluster.send(rank.end(80.0))
+    log = cluster.machine.run.log
+    assert log.latest is not None
+    assert log.latest.has_clock_change
+    assert list(report(log.periods, 0)) == reported
+    assert log.totals != totals
+    cluster.iterate(20)
+    cluster.expect(JobState.PLANNED)
+    assert set(events(cluster.history[before:])) <= {event_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE}
+
+
+def test_one_touched_rank_is_enough() -> None:
+    cluster = planned()
+    for rank in cluster.ranks.values():
+        rank.begin()
+    for touched, rank in enumerate(cluster.ranks.values()):
+        rank.has_clock_change = touched == 2
+        cluster.send(rank.end(0.8))
+    latest = cluster.machine.run.log.latest
+    assert latest is not None
+    assert latest.has_clock_change
+
+
+# ---------------------------------------------------------------------- the maximum clock
+
+
+def holding() -> tuple[Cluster, HoldClocks]:
+    """Return a cluster in which all ranks hold the first clocks to be measured."""
+    cluster = cluster_in(JobState.PROFILING)
+    while not isinstance(held := cluster.ranks[FIRST].in_force.clocks, HoldClocks):
+        cluster.iterate()
+    return cluster, held
+
+
+def max_clocks(commands: list[Command]) -> dict[object, MaxClock | None]:
+    return {command.rank: command.max_clock for command in commands if isinstance(command, SendMaxClock)}
+
+
+def test_another_end_of_the_lease_is_sent_and_nothing_is_offered() -> None:
+    cluster = cluster_in(JobState.BASELINE)
+    cluster.send(MaxClockSet(1000))
+    commands = cluster.handle(MaxClockSet(1000, outlasts_lease=True))
+    assert max_clocks(commands) == dict.fromkeys(cluster.ranks, MaxClock(1000, outlasts_lease=True))
+    assert len(commands) == 4
+
+
+def test_a_job_tells_that_the_baseline_waits_until_it_is_lifted() -> None:
+    cluster = cluster_in(JobState.BASELINE)
+    cluster.send(MaxClockSet(1000))
+    assert "once the maximum clock of 1000 MHz is lifted" in cluster.job().state_reason
+    assert cluster.job().next_step == MAX_CLOCK_STEP
+    cluster.send(MaxClockSet(None))
+    assert cluster.job().state_reason == "the maximum clock no longer delays it"
+    assert cluster.job().next_step == ""
+
+
+def test_a_round_above_it_waits_and_is_held_once_it_is_lifted() -> None:
+    cluster, held = holding()
+    highest_mhz = max(held.clocks_mhz)
+    measured = measured_clocks_mhz(cluster)
+
+    cluster.send(MaxClockSet(highest_mhz - 1))
+    assert all(rank.in_force.clocks == StockClocks(highest_mhz - 1) for rank in cluster.ranks.values())
+    cluster.iterate(30)
+    cluster.expect(JobState.PROFILING)
+    assert measured_clocks_mhz(cluster) == measured
+
+    cluster.send(MaxClockSet(None))
+    cluster.iterate(3)
+    assert cluster.ranks[FIRST].in_force.clocks == held
+    cluster.iterate_until(JobState.PLANNED)
+
+
+def test_a_round_below_it_continues() -> None:
+    cluster, held = holding()
+    commands = cluster.handle(MaxClockSet(max(held.clocks_mhz)))
+    assert set(max_clocks(commands).values()) == {MaxClock(max(held.clocks_mhz))}
+    assert not [command for command in commands if isinstance(command, SendOffer)]
+
+
+def test_a_finished_job_keeps_it() -> None:
+    cluster = planned()
+    cluster.send(MaxClockSet(1000))
+    cluster.send(FinishRequested())
+    cluster.iterate(3)
+    assert all(rank.in_force.clocks == StockClocks(1000) for rank in cluster.ranks.values())
+    cluster.send(MaxClockSet(None))
+    assert all(rank.in_force.clocks == STOCK for rank in cluster.ranks.values())
+
+
+def test_a_quarantined_job_has_it_too() -> None:
+    cluster = planned()
+    cluster.send(MaxClockSet(1000))
+    fault = Fault(FaultyPart.MACHINE, "a test")
+    snapshot, commands = quarantine(cluster.stored(), fault, cluster.rules, EPOCH, START_S)
+    refused = [command for command in commands if isinstance(command, RefuseRank)]
+    assert [command.max_clock for command in refused] == [MaxClock(1000)] * 4
+
+    assert snapshot.record.max_clock == MaxClock(1000)
+    snapshot, commands = handle(snapshot, MaxClockSet(None), 0.0, 0.0)
+    assert max_clocks(commands) == dict.fromkeys(cluster.ranks)
+    assert snapshot.record.max_clock is None

@@ -1,5 +1,6 @@
-"""Rounds of held clocks by themselves: which pipelines count, and when a round has ended."""
+"""Rounds of held clocks: which pipelines count, when a round has ended, and how long the others may take."""
 
+import math
 from collections.abc import Set
 from dataclasses import replace
 
@@ -10,12 +11,13 @@ from numpy.typing import NDArray
 from perseus.service.domain.commands import Announce, Command
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import STOCK_MHZ, HoldClocks, StockIteration
-from perseus.service.domain.profiling import ProfilingProgress
+from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost, ProfilingProgress
 from perseus.service.domain.records import Counters, JobRecord
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.profiling.profiler import HOLD_LIMIT, Profiler
+from perseus.service.job.profiling.progress_estimate import ProgressEstimate
 from perseus.service.job.rules import Rules
 from perseus.solver import Kind, one_forward_one_backward
 from perseus.v1 import event_pb2
@@ -217,3 +219,48 @@ def test_newer_estimates_may_determine_what_older_ones_did_not() -> None:
         bench.iterate()
     assert bench.number < HOLD_LIMIT * ITERATIONS
     assert bench.events() == [event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED]
+
+
+# ---------------------------------------------------------------------- the upper bound for the end
+
+
+NO_LIMIT = ProfilingBudget(extra_time_s=math.inf)
+
+
+def cost(time_s: float, *, iterations: int = 1, extra_s: float = 0.0, extra_j: float = 0.0) -> ProfilingCost:
+    return ProfilingCost(iterations, time_s, extra_s, 1.0, extra_j)
+
+
+def test_remaining_rounds_are_estimated_from_finished_ones() -> None:
+    progress = ProgressEstimate(NO_LIMIT)
+    progress.begin_round(cost(100.0), 4, 12)  # resumed, say: earlier rounds do not count
+    progress.end_round(cost(110.0))
+    progress.begin_round(cost(110.0), 5, 12)
+    assert progress.progress(cost(110.0)) == ProfilingProgress(5, 12, 70.0)
+    assert progress.progress(cost(114.0)).remaining_s == 66.0
+    assert progress.progress(cost(200.0)).remaining_s == 0.0, "it takes longer than estimated"
+    progress.end_round(cost(130.0))
+    progress.begin_round(cost(130.0), 6, 12)
+    assert progress.progress(cost(130.0)).remaining_s == 6 * 15.0
+    progress.restart()
+    assert progress.progress(cost(130.0)).remaining_s is None
+
+
+@pytest.mark.parametrize(
+    ("budget", "remaining_s"),
+    [
+        (ProfilingBudget(time_s=25.0, extra_time_s=math.inf), 15.0),
+        (ProfilingBudget(iteration_count=40, extra_time_s=math.inf), 30.0),
+        (ProfilingBudget(extra_time_s=3.0), 5.0),
+        (ProfilingBudget(extra_time_s=math.inf, extra_energy_j=10.0), 15.0),
+        (ProfilingBudget(extra_time_s=0.5), 0.0),
+        (ProfilingBudget(extra_time_s=1e6), 110.0),
+    ],
+)
+def test_a_budget_may_end_profiling_earlier(budget: ProfilingBudget, remaining_s: float) -> None:
+    progress = ProgressEstimate(budget)
+    progress.begin_round(cost(0.0), 0, 12)
+    ended = cost(10.0, iterations=10, extra_s=2.0, extra_j=4.0)
+    progress.end_round(ended)
+    progress.begin_round(ended, 1, 12)
+    assert progress.progress(ended).remaining_s == pytest.approx(remaining_s)

@@ -9,7 +9,7 @@ returns the output of each in the contract's messages. The files beside hold bot
 import dataclasses
 import gzip
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from perseus.service.domain.commands import (
 )
 from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.figures import RankColumns
-from perseus.service.domain.inputs import Input
+from perseus.service.domain.inputs import Input, TelemetryArrived
 from perseus.service.domain.job_power import NO_POWER
 from perseus.service.domain.ledger import HourFilter
 from perseus.service.domain.messages import timeline_to_proto
@@ -140,6 +140,17 @@ class RecordedRun:
             case event:
                 return self._give(self._answer() if isinstance(event, SolverAnswered) else event, step)
 
+    def take_telemetry(self, steps: Sequence[Step]) -> list[list[Any]]:
+        """Let telemetry arrive together, at the time of the first step; return the output of each."""
+        assert isinstance(self._run, JobMachine)
+        batches = [step.what for step in steps if isinstance(step.what, TelemetryArrived)]
+        answers = list(self._run.handle_telemetry(batches, steps[0].now_s, steps[0].wall_time_s))
+        self._run.validate()
+        return [
+            _refusal(answer) if isinstance(answer, CoordinatorError) else self._take(answer, step)
+            for answer, step in zip(answers, steps, strict=True)
+        ]
+
     async def end(self) -> list[Any]:
         """Return the final state of the run, including its store."""
         return await self._view()
@@ -158,7 +169,7 @@ class RecordedRun:
             else:
                 self._run, commands = quarantine.handle(self._run, event, step.now_s, step.wall_time_s)
         except CoordinatorError as error:
-            return [{"refused": type(error).__name__, **error.metadata}]
+            return _refusal(error)
         return self._take(commands, step)
 
     def _answer(self) -> Input:
@@ -260,6 +271,10 @@ class RecordedRun:
 
 _POWER = ("power_w", "iteration_time_s", "is_changing", "is_in_force", "target_time_s", "placement_count")
 """The fields of a run's power that are compared."""
+
+
+def _refusal(error: CoordinatorError) -> list[Any]:
+    return [{"refused": type(error).__name__, **error.metadata}]
 
 
 def _figures(columns: Any) -> Iterator[Any]:

@@ -38,10 +38,16 @@ from perseus.service.domain.telemetry import GpuLimits
 from perseus.service.job import views
 from perseus.service.job.quarantine import handle, quarantine
 from perseus.service.job.rules import Rules
-from tests.service.job.machine_bench import FIRST, cluster_in, planned, straggler
+from tests.service.job.clusters import (
+    FIRST,
+    TimedCluster,
+    TruthfulCluster,
+    cluster_in,
+    planned,
+    slower_below_the_highest_clock,
+    straggler,
+)
 from tests.service.job.recorded.runs import Broken, Step
-from tests.service.job.stragglers.straggler_cluster import TimedCluster
-from tests.service.job.truthful_cluster import TruthfulCluster, slower_below_the_highest_clock
 from tests.service.service_fakes import EPOCH, START_S, Cluster, make_spec
 
 Steps = list[Step]

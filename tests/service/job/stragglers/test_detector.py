@@ -1,7 +1,6 @@
 """The detector on artificial series: which pipelines are slow, and since when."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import product
 from typing import Any
 
@@ -11,7 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from perseus.service.job.statistics.noise import MIN_SCALE
 from perseus.service.job.stragglers.detector import (
     ENTER,
     QUIET_ITERATIONS,
@@ -148,21 +146,6 @@ def test_alternating_jitter_is_found_at_most_once_and_none_waits_for_it_if_it_en
     assert low > 1 or series.detector.factor(0) in (None, 1.0)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_pipeline_that_may_be_slow_is_a_suspect_until_it_is_proven(seed: int) -> None:
-    """A small lasting difference takes some iterations to prove."""
-    series, chance = Series(4, learned=0), np.random.default_rng(seed)
-    for _ in range(4):
-        kept = 1 + 0.006 * chance.standard_normal(4)
-        for _ in range(15):
-            assert series.feed(kept + 0.002 * chance.standard_normal(4)) == []
-    suspected = []
-    while not series.feed([1.3, 1.0, 1.0, 1.0]):
-        suspected.append(series.detector.suspects)
-    assert 0 in suspected[-1]
-    assert 0 not in series.detector.suspects, "it is proven"
-
-
 def test_timeouts_shrink_when_quiet(series: Series) -> None:
     series.feed_first([1.2, 1.2, 1.0, 1.0])
     assert series.feed_first([1.2] * 3 + [1.0] * (3 + QUIET_ITERATIONS)) == [], "three outweigh three"
@@ -205,30 +188,6 @@ def test_others_only_wait_for_the_fast_iterations_of_a_noisy_straggler(series: S
     assert 1 < factor <= 1.15
 
 
-def test_details_are_complete() -> None:
-    series = Series(3)
-    series.feed([1.0, 1.25, 1.0])
-    (finding,) = series.feed([1.0, 1.25, 1.0])
-    expected = Finding(
-        pipeline=1,
-        slowdown_factor=1.25,
-        waited_factor=finding.waited_factor,
-        iteration=42,
-        iteration_count=2,
-        span_s=12.5,
-        planned_span_s=10.0,
-        excess=0.25,
-        noise=MIN_SCALE,
-        enter=ENTER,
-        slowest_stage=0,
-        stage_ratio=1.25,
-        clock_event_reasons=0,
-    )
-    assert asdict(finding) == pytest.approx(asdict(expected))
-    assert 1.24 < finding.waited_factor < 1.25
-    assert finding.is_straggler
-
-
 def test_a_report_overrides_the_detector(series: Series) -> None:
     series.feed_first([1.2] * 2)
     series.detector.forget(0)
@@ -242,16 +201,6 @@ def test_a_restart_keeps_stragglers_and_drops_unfinished_evidence(series: Series
     series.detector.restart()
     assert series.feed_first([1.0, 1.0]) == [], "the first iteration does not count"
     assert series.feed_first([1.0]) == [(1, 0, 1.0)]
-
-
-def test_noise_widens_the_limits() -> None:
-    rng = np.random.default_rng(0)
-    series = Series(4)
-    found = [series.feed(1 + 0.02 * rng.standard_normal(4)) for _ in range(500)]
-    assert sum(map(len, found)) == 0
-    series.feed(np.array([1.2, 1, 1, 1]))
-    (finding,) = series.feed(np.array([1.2, 1, 1, 1]))
-    assert finding.noise == pytest.approx(0.02, rel=0.9)
 
 
 LEVELS = st.floats(-0.99, 0.99)
@@ -373,20 +322,6 @@ def test_a_response_that_costs_time_is_withdrawn_and_not_repeated_soon() -> None
     assert found[0].iteration - 40 <= 6
     later = [finding.iteration for finding in found[1:] if finding.waited_factor > 1]
     assert all(iteration - found[0].iteration > INITIAL_PAUSE for iteration in later)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_amid_jitter_a_recovered_straggler_is_cleared_within_a_few_iterations(seed: int) -> None:
-    series, rng = Series(2), np.random.default_rng(seed)
-    jitter = np.exp(0.01 * rng.standard_normal((100, 2)))
-    for slowness in jitter[:40]:
-        series.feed(slowness)
-    for slowness in jitter[40:60]:
-        series.feed(slowness * [1.0, 1.2])
-    assert series.detector.factor(1) is not None
-    for slowness in jitter[60:72]:
-        series.feed(slowness)
-    assert series.detector.factor(1) is None
 
 
 def test_more_work_that_the_trainer_reports_is_no_slowness() -> None:

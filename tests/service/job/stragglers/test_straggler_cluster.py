@@ -1,17 +1,13 @@
 """Stragglers on an emulated cluster with 1 % of noise: detected, responded to and withdrawn."""
 
-import re
-
 import numpy as np
 import pytest
 
 from perseus.service.domain.inputs import PolicySet, StragglerCleared
 from perseus.service.domain.model import JobState
 from perseus.service.domain.specification import OperatingPolicy
-from perseus.service.job.stragglers.detector import ENTER
 from perseus.v1 import event_pb2, job_pb2
-from tests.service.job.machine_bench import straggler
-from tests.service.job.stragglers.straggler_cluster import TimedCluster
+from tests.service.job.clusters import TimedCluster, straggler
 from tests.service.service_fakes import make_spec
 
 SEEDS = range(3)
@@ -71,26 +67,6 @@ def test_there_are_no_findings_while_all_pipelines_are_normal(seed: int) -> None
     assert cluster.announced(event_pb2.StragglerFinding) == []
 
 
-def test_the_event_has_the_finding() -> None:
-    cluster = planned(noise=0.0)
-    (found,) = cluster.findings(3, {1: 1.2})
-    assert found.type == event_pb2.JOB_EVENT_TYPE_STRAGGLER_DETECTED
-    # All stages are equally slow: the plan's rounding decides which one is named.
-    expected = r"pipeline 1 is slow: 1\.199 × its plan, stage \d the most; the others may take 1\.194 ×"
-    assert re.fullmatch(expected, found.message)
-    finding = found.straggler_finding
-    assert finding.span_s == pytest.approx(1.2 * finding.planned_span_s, rel=0.002)
-    assert finding.excess == pytest.approx(0.2, rel=0.01)
-    assert finding.limit == ENTER
-    assert finding.iteration_count == 2
-    assert not finding.is_overridden
-    (found,) = cluster.findings(3, {1: 1.0})
-    assert (found.type, found.message) == (
-        event_pb2.JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN,
-        "pipeline 1 is back to normal",
-    )
-
-
 def test_without_a_plan_pipelines_are_compared_with_their_peers() -> None:
     cluster = TimedCluster(make_spec(pipelines=3, stages=3, microbatches=6))
     cluster.join_all()
@@ -120,6 +96,7 @@ def test_a_report_overrides_findings_until_it_is_cleared() -> None:
     (found,) = cluster.findings(3, {1: 1.0})
     assert found.type == event_pb2.JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN
     assert detected(cluster) == {}
+    assert cluster.handle(StragglerCleared(1)) == []
 
 
 def test_a_straggler_scales_with_the_plan_that_it_has() -> None:

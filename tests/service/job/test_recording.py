@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.domain.commands import Refine, Solve
-from perseus.service.domain.errors import RecordingUnreadableError
+from perseus.service.domain.errors import PipelineOutOfRangeError, RecordingUnreadableError
 from perseus.service.domain.inputs import FinishRequested, Input, StragglerReported, TelemetryArrived
 from perseus.service.domain.model import JobState, Straggler
 from perseus.service.job import recording as module
@@ -51,8 +51,11 @@ def test_a_run_is_replayed_with_the_same_commands(is_restored: bool) -> None:
         cluster.join_all()
     cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.2)))
     cluster.iterate(4)
+    with pytest.raises(PipelineOutOfRangeError):
+        cluster.send(StragglerReported(Straggler(9, slowdown_factor=1.2)))
     replayed = list(replay(copied(recording_of(cluster.machine)), solve))
     commands = [command for _, _, given in replayed if isinstance(given, list) for command in given]
+    assert [type(given) for *_, given in replayed if not isinstance(given, list)] == [PipelineOutOfRangeError]
     kinds = [type(command) for command in commands]
     assert kinds == [type(command) for command in cluster.history[-len(kinds) :]]
     _, machine, _ = replayed[-1]

@@ -109,18 +109,6 @@ def test_the_time_that_low_clocks_add_to_gaps_counts(
     assert violating == violated
 
 
-def test_the_details_name_the_times() -> None:
-    guard = knowing(0.0)
-    found = [judge(guard, n, 1.02 + n / 1000) for n in range(5)]
-    assert found[-1] is not None
-    assert found[-1].iteration_times_s == (1.02, 1.021, 1.022, 1.023, 1.024)
-    assert (found[-1].median_time_s, found[-1].predicted_time_s, found[-1].baseline_time_s) == (
-        1.022,
-        1.0,
-        0.9,
-    )
-
-
 def test_other_plans_and_irregular_iterations_do_not_count() -> None:
     guard = knowing(0.0)
     for number in range(40):

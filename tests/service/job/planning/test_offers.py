@@ -11,7 +11,6 @@ from perseus.service.domain.commands import Announce, Command, SendOffer, Solve
 from perseus.service.domain.inputs import RankJoined, Solved
 from perseus.service.domain.model import (
     NO_VERSION,
-    STOCK,
     STOCK_MHZ,
     HoldClocks,
     JobState,
@@ -171,12 +170,6 @@ def test_offers_that_are_not_sent_are_not_announced() -> None:
     bench.join(SECOND)
     assert [command.rank for command in bench.reconcile() if isinstance(command, SendOffer)] == [SECOND]
     assert bench.events.count(event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED) == 1
-
-
-def test_shares_of_the_same_clocks_are_equal() -> None:
-    assert stage_clocks(plan(1400, 1000), 1) == stage_clocks(plan(900, 1000, time_s=2.0), 1)
-    assert stage_clocks(plan(1400, 1000), 1) != stage_clocks(plan(1400, 900), 1)
-    assert stage_clocks(plan(1400, 0), 1) == stage_clocks(STOCK, 0) == stage_clocks(HoldClocks((900, 0)), 1)
 
 
 FASTER, SLOWER, OTHER = plan(1400, 1000), plan(900, 1000, 2.0), plan(1100, 1000, 1.5)

@@ -1,6 +1,6 @@
 """The set latency that plans are made with: which one counts, and when it changes."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from perseus.service.domain.commands import Solve
@@ -83,6 +83,7 @@ def test_a_smaller_latency_counts_only_if_all_have_reported() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(RANKS), st.floats(1e-4, 10.0), st.booleans())))
+@example([(RANKS[0], 0.050, False), (RANKS[0], 0.050, True)])
 def test_the_largest_is_that_of_the_ranks_that_are_there(
     steps: list[tuple[Coordinates, float, bool]],
 ) -> None:

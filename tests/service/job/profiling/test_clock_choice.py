@@ -131,20 +131,9 @@ def test_few_noisy_clocks_lead_to_nearly_the_plan_of_all(name: str, seed: int) -
     first = fastest_plan(build_problem(profiles, pipeline.schedule, [clocks_mhz] * 8))
     verified = corrected(profiles, cluster.run(first))
     plan = fastest_plan(build_problem(verified, pipeline.schedule, [clocks_mhz] * 8))
-    shares = []
-    for made in (first, plan):
-        judged = replay(pipeline, made.clocks_mhz)
-        shares.append(
-            (judged.energy_j / best.energy_j - 1, judged.iteration_time_s / best.iteration_time_s - 1)
-        )
-    print(
-        f"{name}, seed {seed}: {maximum} clocks of {len(clocks_mhz)};",
-        *(f"energy {100 * e:+.2f} %, time {100 * t:+.2f} %" for e, t in shares),
-        sep="  ",
-    )
-    more_energy, more_time = shares[-1]
-    assert more_energy <= 0.004
-    assert more_time <= 0.003
+    judged = replay(pipeline, plan.clocks_mhz)
+    assert judged.energy_j <= 1.004 * best.energy_j
+    assert judged.iteration_time_s <= 1.003 * best.iteration_time_s
 
 
 def chosen(measured_mhz: list[int], barred_mhz: list[int]) -> int:
@@ -283,22 +272,6 @@ def test_noise_neither_holds_a_clock_for_ever_nor_gives_it_up() -> None:
     assert max(job.iteration_counts.values()) == MAX_HOLD_FACTOR * ITERATIONS
     assert job.record.given_up_clocks == ()
     assert job.reported_unmeasured == set(), "a higher accuracy is measured all the same"
-
-
-def test_noise_does_not_exceed_the_budget() -> None:
-    noise = {mhz: 0.001 if mhz == CLOCKS_MHZ[0] else 0.05 for mhz in CLOCKS_MHZ}
-    job = NoisyJob(
-        noise,
-        0,
-        Rules(
-            profile_iterations=ITERATIONS,
-            profile_accuracy_percent=1e-7,
-            profile_budget_iterations=3 * ITERATIONS,
-        ),
-    )
-    job.profile()
-    assert sum(job.iteration_counts.values()) == 3 * ITERATIONS
-    assert job.profiler.clock_count == 2, "a round cut short by the budget counts"
 
 
 def _profile(clock_mhz: int, figures: tuple[float, float], error: float) -> StageProfile:

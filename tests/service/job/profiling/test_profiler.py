@@ -208,19 +208,6 @@ def test_undetermined_energies_are_awaited_until_their_sum_has_to_do() -> None:
         assert all(found.energy_se_j > 0.03 * found.energy_j for found in profile.measurements.values())
 
 
-def test_newer_estimates_may_determine_what_older_ones_did_not() -> None:
-    bench = Bench()
-    bench.informed = {0: OF_SUM, 1: OF_SUM}
-    for _ in range(2 * ITERATIONS):
-        bench.iterate()
-        assert bench.goes_on()
-    bench.informed = {0: OF_ALL}
-    while bench.goes_on():
-        bench.iterate()
-    assert bench.number < HOLD_LIMIT * ITERATIONS
-    assert bench.events() == [event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED]
-
-
 # ---------------------------------------------------------------------- the upper bound for the end
 
 

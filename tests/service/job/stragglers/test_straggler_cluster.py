@@ -52,21 +52,6 @@ def test_a_straggler_is_answered_and_withdrawn_within_three_iterations(
     assert cluster.planned_times_s() == [t_min_s] * pipelines
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_there_are_no_findings_while_all_pipelines_are_normal(seed: int) -> None:
-    """From the first iteration through the baseline, the profile and changing plans."""
-    cluster = TimedCluster(make_spec(pipelines=3, stages=3, microbatches=6), seed=seed)
-    cluster.run_to_plan()
-    for percent in (5.0, 0.0, 20.0):
-        cluster.send(PolicySet(OperatingPolicy(percent)))
-        cluster.run(8)
-    cluster.send(straggler(1.15, pipeline=1))
-    cluster.run(8)
-    cluster.send(StragglerCleared(1))
-    cluster.run(40)
-    assert cluster.announced(event_pb2.StragglerFinding) == []
-
-
 def test_without_a_plan_pipelines_are_compared_with_their_peers() -> None:
     cluster = TimedCluster(make_spec(pipelines=3, stages=3, microbatches=6))
     cluster.join_all()

@@ -13,15 +13,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from perseus.service.domain.inputs import TelemetryArrived
-from perseus.service.domain.model import JobState
-from perseus.service.job.rules import Rules
-from perseus.service.job.stragglers.detector import StragglerDetector
-from perseus.service.job.stragglers.spans import IterationSpans, SpanGraph
+from perseus.service.domain.specification import Parallelism
+from perseus.service.job.stragglers.detector import Finding, StragglerDetector
+from perseus.service.job.stragglers.spans import IterationSpans, SpanCollector, SpanGraph
 from perseus.solver import Computation, Kind, Schedule, one_forward_one_backward
-from perseus.v1 import event_pb2
 from tests.published_data import PUBLISHED_DATA
-from tests.service.service_fakes import Cluster, batch, make_spec
+from tests.service.service_fakes import batch
 
 FOLDER = PUBLISHED_DATA / "straggler"
 
@@ -48,14 +45,6 @@ class Trace:
     @property
     def pipeline_count(self) -> int:
         return int(self.durations_s.shape[1])
-
-    @property
-    def step_count(self) -> int:
-        return len(self.durations_s)
-
-    @property
-    def microbatch_count(self) -> int:
-        return len(self.schedule.orders[0]) // 2
 
     def spans_s(self) -> Array:
         """Compute spans, shape (steps, pipelines)."""
@@ -133,44 +122,40 @@ STEPS = {1.10: 6, 1.05: 8, 1.03: 9}
 """Steps until detection, from the first on: the four pipelines' noise has to be learned meanwhile."""
 
 
-def replay(trace: Trace) -> list[event_pb2.JobEvent]:
+def findings(trace: Trace) -> list[Finding]:
     """Let all ranks of a job at stock report the trace's values; return all findings, in order."""
-    spec = make_spec(
-        pipelines=trace.pipeline_count, stages=trace.schedule.stage_count, microbatches=trace.microbatch_count
-    )
-    cluster = Cluster(spec, Rules(baseline_iterations=trace.step_count + 1))
-    cluster.join_all()
-    for iteration in range(trace.step_count):
-        for place, rank in cluster.ranks.items():
-            first = place.stage * len(rank.order)
-            durations_s = trace.durations_s[iteration, place.pipeline, first : first + len(rank.order)]
-            rows = batch(iteration + 1, [iteration], 0, float(durations_s.sum()), order=rank.order)
-            computations = rows.computations._replace(duration_s=durations_s.tolist())
-            reported = rows._replace(computations=computations)
-            cluster.handle(TelemetryArrived(place, rank.instance_id, reported))
-    cluster.expect(JobState.BASELINE)
-    return [event for event in cluster.events() if event.HasField("straggler_finding")]
+    shape = Parallelism(trace.pipeline_count, trace.schedule.stage_count, 1)
+    collector, detector = SpanCollector(trace.schedule, shape), StragglerDetector(trace.pipeline_count)
+    found = []
+    for iteration, durations_s in enumerate(trace.durations_s):
+        for place in shape.all_coordinates():
+            order = trace.schedule.orders[place.stage]
+            rows = batch(1, [iteration], 0, 1.0, order=order)
+            own_s = durations_s[place.pipeline, place.stage * len(order) :][: len(order)].tolist()
+            collector.add(place, rows._replace(computations=rows.computations._replace(duration_s=own_s)))
+        spans = collector.take(iteration, (0,) * trace.pipeline_count)
+        assert spans is not None
+        found += detector.judge(spans)
+    return found
 
 
 def test_the_slowed_pipeline_is_named_within_five_steps() -> None:
-    found = replay(load("AR"))
-    pipeline, stage = SLOWED
-    first = found[0].straggler_finding
-    assert (first.pipeline, first.slowest_stage) == (pipeline, stage)
-    assert first.iteration < 5
-    assert first.slowdown_factor == pytest.approx(2.1, abs=0.05)
-    assert {event.straggler_finding.pipeline for event in found} == {pipeline}, "and no other one, ever"
-    assert {event.type for event in found} == {event_pb2.JOB_EVENT_TYPE_STRAGGLER_DETECTED}, "and it stays"
+    found = findings(load("AR"))
+    assert (found[0].pipeline, found[0].slowest_stage) == SLOWED
+    assert found[0].iteration < 5
+    assert found[0].slowdown_factor == pytest.approx(2.1, abs=0.05)
+    assert {each.pipeline for each in found} == {SLOWED[0]}, "and no other one, ever"
+    assert all(each.is_straggler for each in found), "and it stays"
 
 
 def test_imbalance_between_stages_is_no_straggler() -> None:
-    assert replay(load("ST")) == []
+    assert findings(load("ST")) == []
 
 
 def test_healthy_pipelines_alone_have_no_straggler() -> None:
     trace = load("AR")
     healthy = [pipeline for pipeline in range(trace.pipeline_count) if pipeline != SLOWED[0]]
-    assert replay(trace.only(healthy)) == []
+    assert findings(trace.only(healthy)) == []
 
 
 @pytest.mark.parametrize("is_uniform", [True, False])

@@ -16,7 +16,7 @@ from perseus.service.job.iterations.baseline import MAX_WAIT_S
 from perseus.service.job.iterations.iteration_log import report
 from perseus.service.job.planning import plan_watch
 from perseus.service.job.planning.plan_watch import MAX_SUSPECTED
-from perseus.service.job.retry_delay import INITIAL_DELAY_S, RetryDelay
+from perseus.service.job.retry_delay import INITIAL_DELAY_S
 from perseus.service.job.stragglers.registry import StragglerRegistry
 from perseus.v1 import event_pb2
 from tests.service.job.clusters import TimedCluster, TruthfulCluster, straggler
@@ -296,9 +296,3 @@ def test_the_second_try_profiles_again() -> None:
         cluster.run_until(JobState.PLANNED)
         cluster.run(4)
         assert (NUMBERS[JobState.PROFILING] in states(cluster)[before:]) == is_profiled_again
-
-
-def test_a_day_of_tries_is_what_the_delays_make_it() -> None:
-    delay = RetryDelay()
-    waits_s = [delay.begin(0.0) for _ in range(UNATTENDED_FALL_BACKS)]
-    assert sum(waits_s) >= 24 * 3600 > sum(waits_s[:-1])

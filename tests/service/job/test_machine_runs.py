@@ -1,4 +1,4 @@
-"""A run from its registration to its end: its states, joining, and the way out of stock."""
+"""A run from its registration to its end: its states, joining, the way out of stock, and quarantine."""
 
 from dataclasses import replace
 from itertools import product
@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-from perseus.service.domain.commands import FindProfile, Store
-from perseus.service.domain.errors import JobNotSolvedError, SpecMismatchError
+from perseus.service.domain.commands import Command, FindProfile, Store
+from perseus.service.domain.errors import (
+    JobFinishedError,
+    JobNotSolvedError,
+    JobQuarantinedError,
+    RankNotServedError,
+    SpecMismatchError,
+    TimelineNotReadyError,
+)
 from perseus.service.domain.inputs import (
     BaselineRequested,
     FinishRequested,
@@ -15,26 +22,42 @@ from perseus.service.domain.inputs import (
     RegisteredAgain,
     ResumeRequested,
     SolveFailed,
+    TelemetryArrived,
 )
-from perseus.service.domain.model import Gpu, JobState, RankLeftReason
-from perseus.service.domain.records import MAX_REQUEST_IDS, ProfiledWork
+from perseus.service.domain.model import FaultyPart, Gpu, JobState, RankLeftReason
+from perseus.service.domain.records import MAX_REQUEST_IDS, EndedRun, JobRecord, ProfiledWork
+from perseus.service.domain.snapshot import Fault, RunSnapshot
 from perseus.service.domain.specification import OperatingPolicy, Parallelism, Registration
+from perseus.service.domain.stall import StockReason, next_step
+from perseus.service.job import views
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning import plan_watch
 from perseus.service.job.planning.drift import BLOCK
 from perseus.service.job.planning.plan_watch import MAX_PREDICTION_VIOLATIONS
 from perseus.service.job.profiling.work_keys import WorkKeys
+from perseus.service.job.quarantine import handle, quarantine
 from perseus.service.job.run import Run
 from perseus.service.job.runs import Begin, Continue, Decision, LatestRun, Refuse, Repeat, decide
 from perseus.service.job.states import NEEDS_ALL_RANKS, TRANSITIONS, TransitionError, check_transition
 from perseus.v1 import event_pb2, job_pb2
 from tests.service.job.clusters import (
+    FIRST,
     PatientCluster,
     TruthfulCluster,
     cluster_in,
+    planned,
     slower_below_the_highest_clock,
 )
-from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, REGISTRATION, Cluster, FakeRank, make_spec
+from tests.service.service_fakes import (
+    CLOCKS_MHZ,
+    EPOCH,
+    REGISTRATION,
+    START_S,
+    Cluster,
+    FakeRank,
+    batch,
+    make_spec,
+)
 
 
 def joined_as(cluster: Cluster, rank: FakeRank, spec_fingerprint: str) -> None:
@@ -124,14 +147,17 @@ def unlucky_cluster() -> PatientCluster:
     return cluster
 
 
-def test_a_restart_does_not_lead_back_to_stock() -> None:
+def test_no_restart_leads_back_to_stock_and_a_resumed_job_waits_for_its_missing_ranks() -> None:
     cluster = unlucky_cluster()
     cluster.restart()
     cluster.expect(JobState.STOCK)
     cluster.join_all()
+    first, *_ = cluster.ranks.values()
+    cluster.send(RankLeft(first.place, first.instance_id, RankLeftReason.TRAINER_GONE))
     cluster.send(ResumeRequested())
     cluster.restart()
-    cluster.expect(JobState.BASELINE)
+    cluster.expect(JobState.WAITING)
+    first.start_trainer(cluster.machine.run.ranks.highest_iteration())
     cluster.join_all()
     cluster.iterate_until(JobState.PLANNED)
 
@@ -174,17 +200,6 @@ def test_violated_predictions_survive_a_restart_and_kept_ones_cancel_them(
     assert cluster.machine.record.prediction_violation_count == 1
     cluster.run(3 * BLOCK)
     assert cluster.machine.record.prediction_violation_count == 0
-
-
-def test_a_resumed_job_waits_for_its_missing_ranks() -> None:
-    cluster = unlucky_cluster()
-    first, *_ = cluster.ranks.values()
-    cluster.send(RankLeft(first.place, first.instance_id, RankLeftReason.TRAINER_GONE))
-    cluster.send(ResumeRequested())
-    cluster.expect(JobState.WAITING)
-    first.start_trainer(cluster.machine.run.ranks.highest_iteration())
-    cluster.send(first.joined())
-    cluster.iterate_until(JobState.PLANNED)
 
 
 @pytest.mark.parametrize("state", [JobState.BASELINE, JobState.PROFILING, JobState.PLANNED, None])
@@ -344,3 +359,79 @@ def test_the_part_in_which_another_specification_differs(part: str | None, other
 
 def test_the_first_registration_of_a_job_begins_its_first_run() -> None:
     assert decide(None, None) == Begin(1)
+
+
+# ---------------------------------------------------------------------- the replacement of a failed machine
+
+
+FAULT = Fault.of(FaultyPart.MACHINE, ValueError("odd \n thing"))
+
+
+def quarantined(cluster: Cluster) -> tuple[RunSnapshot, list[Command]]:
+    return quarantine(cluster.stored(), FAULT, cluster.rules, EPOCH, START_S)
+
+
+def test_it_refuses_ranks_and_what_only_its_machine_knew() -> None:
+    cluster = planned()
+    snapshot, _ = quarantined(cluster)
+    assert FAULT.error == "ValueError: odd ? thing"
+    assert snapshot.job.next_step == next_step(StockReason.QUARANTINED, "job")
+    with pytest.raises(JobQuarantinedError):
+        handle(snapshot, cluster.ranks[FIRST].joined(), 0.0, START_S)
+    with pytest.raises(JobQuarantinedError):
+        snapshot.solved_frontier()
+    with pytest.raises(JobQuarantinedError):
+        snapshot.timeline(0)
+
+
+def test_it_is_registered_again_once_and_its_end_is_stored() -> None:
+    snapshot, _ = quarantined(planned())
+    labelled = RegisteredAgain(Registration("labelled", labels=(("a", "b"),)))
+    snapshot, (stored,) = handle(snapshot, labelled, 0.0, START_S)
+    assert isinstance(stored, Store)
+    assert handle(snapshot, labelled, 0.0, START_S)[1] == []
+    assert [*snapshot.job.labels] == [job_pb2.Label(key="a", value="b")]
+    snapshot, commands = handle(snapshot, FinishRequested(), 0.0, START_S + 5)
+    records = [command.record for command in commands if isinstance(command, Store)]
+    assert [record.state for record in records if isinstance(record, JobRecord)] == [JobState.FINISHED]
+    assert [record.job for record in records if isinstance(record, EndedRun)] == [snapshot.job]
+
+
+def test_a_finished_run_stays_finished() -> None:
+    cluster = planned()
+    cluster.send(FinishRequested())
+    snapshot, (stored,) = quarantined(cluster)
+    assert stored == Store(EndedRun(snapshot.job))
+    assert snapshot.job.state == job_pb2.JOB_STATE_FINISHED
+    with pytest.raises(JobFinishedError):
+        handle(snapshot, cluster.ranks[FIRST].joined(), 0.0, START_S)
+
+
+def test_the_snapshot_of_an_ended_run_shows_the_same_as_its_machine() -> None:
+    cluster = planned()
+    for rank in cluster.ranks.values():
+        cluster.send(RankLeft(rank.place, rank.instance_id, RankLeftReason.FINISHED))
+    run = cluster.machine.run
+    (ended,) = [
+        each.record
+        for each in cluster.history
+        if isinstance(each, Store) and isinstance(each.record, EndedRun)
+    ]
+    snapshot = views.snapshot(run, ended)
+    assert snapshot.job == ended.job == views.job(run, is_full=True)
+    assert snapshot.solved_frontier() is views.solved_frontier(run)
+    for pipeline in range(2):
+        assert (
+            snapshot.timeline(pipeline).timeline.iteration == views.timeline(run, pipeline).timeline.iteration
+        )
+    assert snapshot.timeline(0, from_baseline=True).pipeline == 0
+    for first, count in ((0, 100), (1, 1)):
+        assert snapshot.columns(first, count) == views.rank_columns(run, first, count)
+    lighter = replace(snapshot, measured=None)
+    assert lighter.columns(0, 1) is None
+    with pytest.raises(JobNotSolvedError):
+        lighter.solved_frontier()
+    with pytest.raises(TimelineNotReadyError):
+        lighter.timeline(0)
+    with pytest.raises(RankNotServedError):
+        handle(snapshot, TelemetryArrived(FIRST, "agent-0", batch(1, [99], 0, 0.8)), 0.0, START_S)

@@ -255,15 +255,6 @@ def period(number: int, times_s: list[float], energies_j: list[float]) -> Period
     return found
 
 
-def test_a_saving_is_in_percent_of_the_baseline() -> None:
-    found = saving(period(3, [1.1, 1.1], [750.0, 750.0]), period(0, [1.0, 1.0], [1000.0, 1000.0]))
-    assert found.baseline_number == 0
-    assert found.energy_percent == pytest.approx(25.0)
-    assert found.slowdown_percent == pytest.approx(10.0)
-    assert (found.energy_se_percent, found.slowdown_se_percent) == (0.0, 0.0)
-    assert (found.energy_margin_percent, found.slowdown_margin_percent) == (0.0, 0.0)
-
-
 def test_a_margin_is_half_the_95_percent_interval_by_students_distribution() -> None:
     exact = [1000.0, 1000.0, 1000.0]
     stock = period(0, [1.0, 1.0, 1.0], exact)

@@ -363,6 +363,8 @@ def test_answers_to_a_replaced_offer_of_another_epoch_or_for_an_unknown_rank_cha
     refusal = RefusalReason.NOT_PERMITTED
     assert cluster.handle(answer(cluster, THIRD, old.version, refusal)) == []
     assert cluster.handle(answer(cluster, THIRD, new.version, refusal, epoch="another")) == []
+    earlier = answer(cluster, THIRD, new.version, RefusalReason.PAST_START, new.start_iteration - 1)
+    assert cluster.handle(earlier) == [], "it refuses an earlier start"
     unknown = answer(cluster, THIRD, new.version, RefusalReason.UNKNOWN_RANK, -1)
     assert events(cluster.handle(unknown)) == [event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED]
     cluster.expect(JobState.PLANNED)

@@ -274,24 +274,16 @@ SUM_ONLY = about(SUM, 1.0)
 WAITING = about(np.array([0.0, 0.0, 1.0]), 2.0)
 
 
-def test_a_rank_without_the_ratio_gets_it_from_another() -> None:
-    lacking = reported(SUM_ONLY + WAITING, POWERS_W)
-    other = determined(reported(np.eye(3), POWERS_W, seed=1))
-    (rank,) = found = complete(by_rank([lacking, other]), accepts_sums=False)
-    assert rank == Coordinates(0, 0, 0), "the other keeps its own"
-    (completed,) = found.values()
-    assert powers_w(completed) == pytest.approx({Kind.FORWARD: 280.0, Kind.BACKWARD: 300.0}, rel=0.03)
-    assert completed.undetermined == ()
-    assert completed.blocking_power_w == pytest.approx(90.0, rel=0.1)
-    assert completed.iteration_count == lacking.iteration_count
-
-
 def test_a_gpu_that_draws_more_keeps_its_own_sum() -> None:
     """It is 10 % above the others, whose ratio of forward and backward it gets."""
     own_w = 1.1 * POWERS_W
     others = [determined(reported(np.eye(3), POWERS_W, seed=seed)) for seed in range(1, 5)]
-    found = complete(by_rank([reported(SUM_ONLY + WAITING, own_w), *others]), accepts_sums=False)
-    (completed,) = found.values()
+    lacking = reported(SUM_ONLY + WAITING, own_w)
+    ((rank, completed),) = complete(by_rank([lacking, *others]), accepts_sums=False).items()
+    assert rank == Coordinates(0, 0, 0), "the others keep their own"
+    assert completed.undetermined == ()
+    assert completed.iteration_count == lacking.iteration_count
+    assert completed.blocking_power_w == pytest.approx(99.0, rel=0.1)
     assert powers_w(completed) == pytest.approx({Kind.FORWARD: 308.0, Kind.BACKWARD: 330.0}, rel=0.03)
 
 
@@ -459,9 +451,9 @@ def from_counter(
     )
     made = agent_estimate(simulation.request(100, CLOCK_MHZ))
     telemetry = Telemetry(Rank("job", pipeline, 0, 0), (), (), made, None)
-    found = telemetry_from_proto(request(Batch(1, telemetry, 0)).telemetry, "agent").batch.energy
-    assert found is not None
-    return found
+    arrived = telemetry_from_proto(request(Batch(1, telemetry, 0)).telemetry, "agent").batch.energy
+    assert arrived is not None
+    return arrived
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -487,5 +479,5 @@ def test_computations_much_shorter_than_the_counters_windows_have_energies(
     true_j = sum(SIMULATED_W[key] * time_s for key, time_s in program if key in ACTIVITY)
     for each in {**estimates, **complete(estimates, accepts_sums=is_sum_needed)}.values():
         assert {(sample.kind, sample.chunk) for sample in each.samples} == NEEDED
-        found_j = sum(sample.energy_j for sample in each.samples)
-        assert found_j == pytest.approx(true_j, rel=0.1 if is_sum_needed else 0.05)
+        sum_j = sum(sample.energy_j for sample in each.samples)
+        assert sum_j == pytest.approx(true_j, rel=0.1 if is_sum_needed else 0.05)

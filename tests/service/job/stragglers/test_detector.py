@@ -1,4 +1,4 @@
-"""The detector on artificial series: which pipelines are slow, and since when."""
+"""The detector: which pipelines are slow, and since when; and what a job does, on a cluster with noise."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -10,6 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from perseus.service.domain.inputs import PolicySet, StragglerCleared
+from perseus.service.domain.model import JobState
+from perseus.service.domain.specification import OperatingPolicy
 from perseus.service.job.stragglers.detector import (
     ENTER,
     QUIET_ITERATIONS,
@@ -19,6 +22,9 @@ from perseus.service.job.stragglers.detector import (
 )
 from perseus.service.job.stragglers.response_cost import INITIAL_PAUSE
 from perseus.service.job.stragglers.spans import IterationSpans
+from perseus.v1 import event_pb2, job_pb2
+from tests.service.job.clusters import TimedCluster, straggler
+from tests.service.service_fakes import make_spec
 
 PLANNED_S = 10.0
 VERSION = 5
@@ -180,14 +186,6 @@ def test_the_factor_follows_the_straggler(series: Series) -> None:
     assert series.feed_first([1.1 * (1 + ENTER / 2), 1.1] * 5) == [], "within the limits it stays"
 
 
-def test_others_only_wait_for_the_fast_iterations_of_a_noisy_straggler(series: Series) -> None:
-    found = series.feed_first([1.3, 1.15] * 10)
-    assert len(found) <= 3
-    factor = series.detector.factor(0)
-    assert factor is not None
-    assert 1 < factor <= 1.15
-
-
 def test_a_report_overrides_the_detector(series: Series) -> None:
     series.feed_first([1.2] * 2)
     series.detector.forget(0)
@@ -338,3 +336,106 @@ def test_more_work_that_the_trainer_reports_is_no_slowness() -> None:
         found += series.feed(slow * work * np.exp(0.001 * random.standard_normal(8)), work=work)
     assert {finding.pipeline for finding in found} == {0}
     assert found[0].slowdown_factor == pytest.approx(1.05, rel=0.005)
+
+
+# ---------------------------------------------------------------------- on an emulated cluster
+
+
+SEEDS = range(3)
+
+
+def planned(pipelines: int = 2, seed: int = 0, **changes: float) -> TimedCluster:
+    cluster = TimedCluster(make_spec(pipelines=pipelines, stages=3, microbatches=6), seed=seed, **changes)
+    cluster.run_to_plan()
+    return cluster
+
+
+def detected(cluster: TimedCluster) -> dict[int, float]:
+    """Return T' over T_min of the known stragglers."""
+    job = cluster.job(is_full=True)
+    assert all(straggler.is_detected for straggler in job.stragglers)
+    return {straggler.pipeline: straggler.iteration_time_s / job.t_min_s for straggler in job.stragglers}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("pipelines", "slow"), [(2, 0), (2, 1), (4, 2)])
+def test_a_straggler_is_answered_and_withdrawn_within_three_iterations(
+    pipelines: int, slow: int, seed: int
+) -> None:
+    cluster = planned(pipelines, seed)
+    others = set(range(pipelines)) - {slow}
+    t_min_s = cluster.job().t_min_s
+
+    cluster.slowdowns[slow] = 1.2
+    assert cluster.offered_within(3) == others
+    assert cluster.announced(event_pb2.StragglerFinding)[-1].slowdown_factor == pytest.approx(1.2, abs=0.02)
+    assert detected(cluster) == {slow: pytest.approx(1.18, abs=0.02)}, (
+        "the others only take the time that they surely wait"
+    )
+    assert all(change.straggler_finding.pipeline == slow for change in cluster.findings(10))
+    for pipeline, time_s in enumerate(cluster.planned_times_s()):
+        assert time_s == t_min_s if pipeline == slow else t_min_s < time_s <= 1.22 * t_min_s
+
+    cluster.slowdowns[slow] = 1.0
+    assert cluster.offered_within(3) == others
+    assert detected(cluster) == {}
+    assert cluster.findings(20) == []
+    assert cluster.planned_times_s() == [t_min_s] * pipelines
+
+
+def test_without_a_plan_pipelines_are_compared_with_their_peers() -> None:
+    cluster = TimedCluster(make_spec(pipelines=3, stages=3, microbatches=6))
+    cluster.join_all()
+    cluster.run(5)
+    (found,) = cluster.findings(4, {2: 1.2})
+    assert cluster.machine.record.state in (JobState.BASELINE, JobState.PROFILING)
+    assert found.straggler_finding.pipeline == 2
+    assert "its peers" in found.message
+    assert cluster.machine.run.planner.straggler_times_s() == {2: 0.0}
+
+
+def test_a_report_overrides_findings_until_it_is_cleared() -> None:
+    cluster = planned()
+    t_min_s = cluster.job().t_min_s
+    cluster.send(straggler(1.3, pipeline=1))
+    overridden = {change.straggler_finding.is_overridden for change in cluster.findings(6, {1: 1.2})}
+    assert overridden == {True}
+    (slow,) = cluster.job(is_full=True).stragglers
+    assert slow == job_pb2.Straggler(pipeline=1, iteration_time_s=1.3 * t_min_s)
+
+    cluster.send(StragglerCleared(1))
+    assert detected(cluster) == {1: pytest.approx(1.18, abs=0.02)}, "the finding made meanwhile counts"
+    cluster.send(StragglerCleared(1))
+    assert detected(cluster) == {}
+    (again,) = cluster.findings(3)
+    assert again.straggler_finding.pipeline == 1
+    (found,) = cluster.findings(3, {1: 1.0})
+    assert found.type == event_pb2.JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN
+    assert detected(cluster) == {}
+    assert cluster.handle(StragglerCleared(1)) == []
+
+
+def test_a_straggler_scales_with_the_plan_that_it_has() -> None:
+    cluster = planned(noise=0.0)
+    cluster.send(PolicySet(OperatingPolicy(10.0)))
+    cluster.findings(6, {1: 1.1})
+    own_s = cluster.planned_times_s()[1]
+    (slow,) = cluster.job(is_full=True).stragglers
+    assert slow.pipeline == 1
+    assert slow.iteration_time_s == pytest.approx(1.1 * own_s, rel=0.01)
+    cluster.send(PolicySet(OperatingPolicy(0.0)))
+    cluster.run(6)
+    assert detected(cluster) == {1: pytest.approx(1.1, rel=0.01)}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_straggler_that_takes_a_while_to_prove_violates_no_prediction(seed: int) -> None:
+    """With lasting noise, each further iteration is weak evidence."""
+    cluster = planned(4, seed, noise=0.001)
+    chance = np.random.default_rng(seed)
+    for _ in range(5):
+        cluster.findings(12, dict(enumerate((1 + 0.004 * chance.standard_normal(4)).tolist())))
+    cluster.slowdowns[1] = 1.3
+    assert cluster.offered_within(16) == {0, 2, 3}
+    assert cluster.announced(event_pb2.PredictionViolated) == []
+    assert cluster.machine.record.state is JobState.PLANNED

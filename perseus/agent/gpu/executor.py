@@ -28,10 +28,14 @@ class _Call(NamedTuple):
 
 
 class GpuExecutor:
-    """Runs driver calls, one at a time for each GPU; belongs to one event loop."""
+    """Runs driver calls, one at a time for each GPU; belongs to one event loop.
+
+    Attributes:
+        timeout_s: the longest wait for calls that are waited for from now on.
+    """
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._running: dict[str, _Call] = {}
 
     async def run(
@@ -64,11 +68,11 @@ class GpuExecutor:
 
     async def _wait(self, gpu_uuid: str, call: _Call) -> None:
         """Wait until the call has ended. Raises `GpuHungError` if it takes too long."""
-        left_s = call.begun_s + self._timeout_s - asyncio.get_running_loop().time()
+        left_s = call.begun_s + self.timeout_s - asyncio.get_running_loop().time()
         done, _ = await asyncio.wait([call.answer], timeout=max(0.0, left_s))
         if not done:
             raise GpuHungError(
-                f"GPU {gpu_uuid}: expected the driver to answer within {self._timeout_s:g} s, "
+                f"GPU {gpu_uuid}: expected the driver to answer within {self.timeout_s:g} s, "
                 "found it silent: the GPU or its driver hangs"
             )
 

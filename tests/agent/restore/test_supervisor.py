@@ -54,11 +54,13 @@ os.read(int(os.environ["PERSEUS_LIFELINE"]), 1)
 """
 
 
-# The same, with shorter timeouts.
+# The same, with shorter timeouts. Only time ends its attempts, and only a deaf agent is killed for its stop.
 HASTY = """
 import sys
 from perseus.agent.restore import supervisor
-supervisor.STOP_S, supervisor._AGENT_STOP_S, supervisor._PAUSE_S, supervisor.SILENCE_S = 3.0, 0.4, 0.1, 1.0
+supervisor.STOP_S, supervisor._PAUSE_S, supervisor.SILENCE_S = 3.0, 0.1, 1.0
+supervisor._AGENT_STOP_S = 0.4 if "deaf" in sys.argv else 60.0
+supervisor._ATTEMPTS = 10**6
 sys.exit(supervisor.main(sys.argv[1:]))
 """
 
@@ -172,9 +174,7 @@ def test_a_stop_ends_in_time_even_if_gpus_are_not_restored(
     supervised.agent_pid()
     supervised.process.send_signal(signal.SIGTERM)
     found, calls = supervised.end()
-    assert found == status
-    assert len(calls) < 60, "tried only while there is time"
-    assert calls[1] == f"{argument} --restore"
+    assert (found, set(calls)) == (status, {argument, f"{argument} --restore"})
 
 
 def test_a_stop_ends_restoring_after_an_agents_death(tmp_path: Path) -> None:

@@ -102,11 +102,27 @@ def faulty(tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) ->
     return backend
 
 
+class Hang(threading.Event):
+    """Ends calls that hang. Within `noticed`, those that open or close a GPU count as hung at once."""
+
+    def __init__(self, executor: GpuExecutor) -> None:
+        super().__init__()
+        self._executor = executor
+
+    @contextmanager
+    def noticed(self) -> Iterator[None]:
+        usual_s, self._executor.timeout_s = self._executor.timeout_s, 0.0
+        try:
+            yield
+        finally:
+            self._executor.timeout_s = usual_s
+
+
 @pytest.fixture
-def hang(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Ends calls that hang; those that open or close a GPU count as hung early."""
-    monkeypatch.setattr(shell, "GpuExecutor", lambda: GpuExecutor(0.5))
-    return threading.Event()
+def hang(monkeypatch: pytest.MonkeyPatch) -> Hang:
+    executor = GpuExecutor()
+    monkeypatch.setattr(shell, "GpuExecutor", lambda: executor)
+    return Hang(executor)
 
 
 async def trainer_under_plan(node: Node) -> Trainer:
@@ -156,23 +172,9 @@ async def test_a_failing_reset_is_retried_while_the_trainer_stays_and_its_rank_r
     assert node.gpu.sm_clock_mhz() == STOCK_MHZ
 
 
-async def test_a_gpu_that_can_only_be_observed_is_reset_once_possible(
+async def test_neither_transient_errors_nor_sets_that_are_forbidden_end_a_rank(
     node: Node, faulty: FaultyBackend
 ) -> None:
-    async with node.serving():
-        trainer = await trainer_under_plan(node)
-        forbidden = GpuPermissionError("no")
-        with faulty.during(set_clock_mhz=forbidden, reset_clock=forbidden):
-            left_mhz = node.gpu.sm_clock_mhz()
-            node.offer_hold(trainer, 2, OTHER_MHZ)
-            await node.hears("gpu_error")
-            assert node.gpu.sm_clock_mhz() == left_mhz
-        await node.is_at(STOCK_MHZ)
-        assert not node.inbox.all("rank_left")
-        await trainer.stop()
-
-
-async def test_transient_errors_do_not_end_a_rank(node: Node, faulty: FaultyBackend) -> None:
     async with node.serving():
         trainer = await trainer_under_plan(node)
         errors: list[Exception] = [GpuDriverError("unknown error")] * 2
@@ -180,6 +182,13 @@ async def test_transient_errors_do_not_end_a_rank(node: Node, faulty: FaultyBack
             await node.hold(trainer, 2, OTHER_MHZ)
         (reported,) = node.inbox.all("gpu_error")
         assert reported.gpu_error.message == "unknown error"
+        forbidden = GpuPermissionError("no")
+        with faulty.during(set_clock_mhz=forbidden, reset_clock=forbidden):
+            left_mhz = node.gpu.sm_clock_mhz()
+            node.offer_hold(trainer, 3)
+            await node.hears("gpu_error", 2)
+            assert node.gpu.sm_clock_mhz() == left_mhz
+        await node.is_at(STOCK_MHZ)
         assert not node.inbox.all("rank_left")
         await trainer.stop()
 
@@ -188,17 +197,18 @@ async def test_a_hanging_driver_affects_only_its_own_gpu(
     node: Node,
     other: EmulatedGpu,
     faulty: FaultyBackend,
-    hang: threading.Event,
+    hang: Hang,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lost: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(repr(context)))
     async with node.serving():
         trainer = await trainer_under_plan(node)
-        monkeypatch.setattr(served, "TIMEOUT_S", 0.5)
         with faulty.during(set_clock_mhz=hang, total_energy_j=hang, reset_clock=hang, open=hang):
             left_mhz = node.gpu.sm_clock_mhz()
-            await has_failed(node)
+            with monkeypatch.context() as patch, hang.noticed():
+                patch.setattr(served, "TIMEOUT_S", 0.0)
+                await has_failed(node)
             assert "hangs" in node.inbox.all("gpu_error")[0].gpu_error.message
             await trainer.stop()
             probe = await node.connect(job_id="other", gpu_uuid=other.uuid, is_registered=True)
@@ -213,12 +223,12 @@ async def test_a_hanging_driver_affects_only_its_own_gpu(
 
 
 async def test_an_agent_ends_despite_a_hanging_driver_and_reports_the_gpu(
-    node: Node, faulty: FaultyBackend, hang: threading.Event
+    node: Node, faulty: FaultyBackend, hang: Hang
 ) -> None:
     agent = node.serving()
     await agent.__aenter__()
     trainer = await trainer_under_plan(node)
-    with faulty.during(reset_clock=hang), pytest.raises(RecordError, match="not closed yet"):
+    with faulty.during(reset_clock=hang), hang.noticed(), pytest.raises(RecordError, match="not closed yet"):
         await agent.__aexit__(None, None, None)
     assert node.records, "for the next agent"
     hang.set()

@@ -1,23 +1,32 @@
 """The whole agent on real sockets: a real probe, a real gRPC coordinator stub, an emulated GPU."""
 
 import asyncio
+import contextlib
 import fcntl
+import json
 import os
 import signal
 import termios
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import structlog
+from typer.testing import CliRunner, Result
 
 from perseus.agent import Kind, Probe
-from perseus.agent.link.packets import Saving
-from perseus.agent.probe import agent_connection
+from perseus.agent.clocks import foreign
 from perseus.agent.probe.job_spec import NamedSchedule
-from perseus.agent.rank import join_state
 from perseus.agent.sidecar import admission, clock_worker
-from perseus.agent.sidecar.shell import Agent, run
+from perseus.agent.sidecar.health_client import FOREIGN_CLOCK, ask_health
+from perseus.agent.sidecar.shell import Agent, run, serving
 from perseus.agent.stream import registration
+from perseus.cli.main import app
+from perseus.doctor.checks import Verdict
+from perseus.doctor.node import node_checks
+from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import rank_pb2
@@ -30,6 +39,7 @@ from tests.agent.sidecar.training import (
     Node,
     Trainer,
     connected_probe,
+    settings,
 )
 
 
@@ -289,51 +299,75 @@ async def test_a_trainer_that_leaves_and_is_back_at_once_is_served(node: Node) -
             assert await asyncio.to_thread(leave_and_return, marks) == [True] * 5
 
 
-async def test_a_lasting_refusal_of_a_rank_and_its_end_are_logged_once_by_the_trainer(
-    node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(join_state, "JOIN_RETRY_S", 0.05)
-    caplog.set_level("INFO", "perseus.probe")
+async def test_an_agents_health_depends_on_its_gpus(tmp_path: Path) -> None:
+    (tmp_path / "gpus").mkdir()
+    own = settings(tmp_path, 1)
 
-    def notices() -> list[str]:
-        return [text for text in caplog.messages if "the coordinator" in text]
+    async def asked(*flags: str) -> Result:
+        """What the command says, without the log of an agent in its process."""
+        with structlog.testing.capture_logs():
+            arguments = ["health", "--agent", str(own.socket), "--timeout-s", "60", *flags]
+            return await asyncio.to_thread(CliRunner().invoke, app, arguments)
 
-    async with node.serving():
-        trainer = await node.train()
-        refused = wire.RankRefused(job_id="job", rank=RANK, reason="JOB_FINISHED", message="run 1 has ended")
-        for _ in range(5):
-            node.coordinator.send(wire.ConnectResponse(rank_refused=refused))
-        await until(lambda: bool(notices()), "a notice in the trainer's log")
-        await node.hears("rank_joined", 2)
-        await until(lambda: len(notices()) == 2, "another notice")
-        await trainer.stop()
-    rank = "job[pipeline 0, stage 0, tensor 0]"
-    assert notices() == [
-        f"{rank}: the coordinator does not accept the rank: run 1 has ended: "
-        "training continues at stock clocks",
-        f"{rank}: the coordinator now accepts the rank",
-    ]
+    async with serving(own):
+        answer = await asyncio.to_thread(ask_health, own.socket, 60.0)
+        assert (answer.ok, answer.reason) == (False, "NO_GPU")
+        result = await asked("--format", "json")
+        assert result.exit_code == 1
+        assert "error: expected an agent that serves, found GPUs: 0; ranks: 0; " in result.stderr
+        row = json.loads(result.stdout)
+        assert (row["who"], row["is_serving"]) == ("agent", False)
+        assert row["status"].startswith("GPUs: 0; ranks: 0; ")
+        result = await asked("--alive")
+        assert (result.exit_code, result.stdout.startswith("GPUs: 0; ranks: 0; ")) == (0, True)
+    EmulatedGpu.create(tmp_path / "gpus" / "0", A100_SXM, UUID).close()
+    async with serving(own):
+        answer = await asyncio.to_thread(ask_health, own.socket, 60.0)
+        assert answer.ok
+        assert answer.message == "GPUs: 1; ranks: 0; not connected to 127.0.0.1:1"
 
 
-async def test_a_job_s_saving_reaches_its_first_rank_s_trainer(
+async def test_another_clients_reset_is_undone_and_its_lock_is_named(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_connection, "_NOTICE_PERIOD_NS", 0)
-    async with node.serving():
-        probe = await node.connect(is_registered=True)
+    """As nvidia-smi sets and resets clocks. They are judged within moments here."""
+    monkeypatch.setattr(foreign, "WINDOW_S", 0.3)
+    monkeypatch.setattr(foreign, "_INTERVAL_S", 0.001)
+    other_mhz = 705
 
-        async def until_known(saving: Saving | None) -> None:
-            def is_known() -> bool:
-                probe.begin_iteration()
-                return probe.saving == saving
+    def reported() -> list[tuple[int, int]]:
+        clocks = [each.telemetry.foreign_clock for each in node.inbox.all("telemetry")]
+        return [(each.clock_mhz, each.wanted_clock_mhz) for each in clocks]
 
-            await until(is_known, f"{saving} in the trainer")
+    @asynccontextmanager
+    async def repeated(change: Callable[..., None], *arguments: int) -> AsyncIterator[None]:
+        """Change the clock against the plan, whose own sets may undo it at any time."""
 
-        await node.hears("rank_joined")
-        other = wire.JobSaving(job_id="other", energy_percent=50.0)
-        job = wire.JobSaving(job_id="job", energy_percent=13.24, slowdown_percent=0.06)
-        node.inbox.savings = [other, job]
-        await until_known(Saving(13.2, 0.1))
-        node.inbox.savings = [other]
-        await until_known(None)
-        await asyncio.to_thread(probe.close)
+        async def repeat() -> None:
+            while True:
+                await asyncio.to_thread(change, *arguments)
+
+        repeating = asyncio.create_task(repeat())
+        yield
+        repeating.cancel()
+        await asyncio.wait([repeating])
+
+    with contextlib.closing(EmulatedGpu(node.folder / "gpus" / "0")) as client:
+        async with node.serving():
+            trainer = await node.train()
+            await node.hold(trainer)
+            async with repeated(client.reset_clock):
+                await until(lambda: (STOCK_MHZ, HELD_MHZ) in reported(), "the resets are noticed")
+            await until(
+                lambda: client.sm_clock_mhz() == HELD_MHZ and reported()[-1] == (0, 0), "they are undone"
+            )
+            async with repeated(client.set_clock_mhz, other_mhz):
+                await until(lambda: reported()[-1] == (other_mhz, HELD_MHZ), "the locks are noticed")
+                answer = await asyncio.to_thread(ask_health, node.socket, 60.0)
+                checks = await asyncio.to_thread(lambda: list(node_checks(node.settings())))
+            await trainer.stop()
+    assert (answer.ok, answer.reason) == (True, FOREIGN_CLOCK)
+    (check,) = [check for check in checks if check.subject == "agent"]
+    assert f"{UUID} of job" in check.found
+    assert f"{other_mhz} MHz, wanted {HELD_MHZ} MHz: another client of the driver holds it" in check.found
+    assert (check.verdict, "nvidia-smi -rgc" in check.advice) == (Verdict.WARNING, True)

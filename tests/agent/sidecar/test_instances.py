@@ -1,6 +1,6 @@
 """Instances in a running agent: a plug-in's packets, the real socket, records and threads, an emulated GPU.
 
-The controller's times are compressed.
+The controller's times are compressed. That a dead agent's GPUs return to stock is in the tests of restoring.
 """
 
 import asyncio
@@ -15,15 +15,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp import web
 from structlog.testing import capture_logs
 
 from perseus.agent import vllm
-from perseus.agent.sidecar import clock_worker, instance
+from perseus.agent.sidecar import instance
 from perseus.agent.sidecar.health_client import ask_instances
 from perseus.agent.sidecar.shell import serving
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM, Work
-from perseus.gpu import GpuPermissionError
+from perseus.emulation.serving import EngineConfiguration, LiveEngine, application
+from perseus.gpu import GpuPermissionError, RecordError
 from perseus.serving import controller, savings
 from perseus.serving.errors import ServingError
 from tests.agent.coordinator_stub import until
@@ -92,6 +94,7 @@ async def running(tmp_path: Path, gpu: EmulatedGpu, **more: object) -> AsyncIter
         "profile": profile,
         "max_batched_tokens": 512,
         "kv_capacity_tokens": 100_000,
+        "metrics": None,
     }
     own |= {name: more.pop(name) for name in list(more) if name in own}
     async with serving(settings(tmp_path, free_port(), instances={"chat": own}, **more)):
@@ -123,8 +126,9 @@ async def test_an_engine_runs_at_a_low_clock_until_the_agent_stops_also_after_it
     assert "the engine restarted" in reasons(logs)
 
 
-def reasons(logs: Sequence[Any]) -> list[str]:
-    return [str(each.get("reason")) for each in logs]
+def reasons(logs: Sequence[Any], event: str | None = None) -> list[str]:
+    """Return the reasons in the lines of an event, or in all lines."""
+    return [str(each.get("reason")) for each in logs if event in (None, each["event"])]
 
 
 async def test_what_the_agent_answers_about_its_instances(tmp_path: Path, gpu: EmulatedGpu) -> None:
@@ -169,8 +173,7 @@ async def test_stock_is_measured_and_no_saving_ends_control(
             await until(lambda: is_low(gpu), "a low clock")
             await until(lambda: not is_low(gpu), "a window at stock")
             await until(lambda: is_low(gpu), "a low clock again")
-            said = {each["reason"] for each in logs if each["event"] == "instance at stock"}
-            assert said == {"stock is measured, for half a minute"}
+            assert set(reasons(logs, "instance at stock")) == {"stock is measured, for half a minute"}
             monkeypatch.setattr(savings.SavingsMeter, "saves_nothing", True)
             monkeypatch.setattr(instance, "_SAVE_S", 0.0)
             monkeypatch.setattr(savings, "_GAP_S", 1e9)
@@ -185,10 +188,11 @@ async def test_all_gpus_of_an_instance_hold_one_clock_and_a_refusal_by_one_frees
     other = EmulatedGpu.create(tmp_path / "gpus" / "1", A100_SXM, "GPU-1")
     other.execute(Work(0.001, 0.0))
     set_clock_mhz = EmulatedGpu.set_clock_mhz
+    refusals = [GpuPermissionError("expected root"), RecordError("expected a folder")]
 
     def refuse(each: EmulatedGpu, clock_mhz: int) -> None:
-        if each.uuid == other.uuid and clock_mhz != STOCK_MHZ:
-            raise GpuPermissionError("expected root")
+        if refusals and each.uuid == other.uuid and clock_mhz != STOCK_MHZ:
+            raise refusals.pop()
         set_clock_mhz(each, clock_mhz)
 
     def are_low_together() -> bool:
@@ -197,25 +201,45 @@ async def test_all_gpus_of_an_instance_hold_one_clock_and_a_refusal_by_one_frees
     with capture_logs() as logs:
         async with running(tmp_path, gpu, gpus=["0", "GPU-1"]):
             await until(are_low_together, "one low clock")
-            with monkeypatch.context() as patch:
-                patch.setattr(EmulatedGpu, "set_clock_mhz", refuse)
-                await until(lambda: not is_low(gpu) and not is_low(other), "stock on both")
+            monkeypatch.setattr(EmulatedGpu, "set_clock_mhz", refuse)
+            await until(lambda: not is_low(gpu) and not is_low(other), "stock on both")
+            await until(lambda: not refusals, "another refusal")
             await until(are_low_together, "one low clock again")
-    assert "a clock was refused" in reasons(logs)
+    assert reasons(logs, "clock refused") == ["expected a folder", "expected root"]
+    assert "a clock was refused" in reasons(logs, "instance at stock")
     other.close()
 
 
-async def test_a_loop_that_hangs_leaves_the_gpu_at_stock_until_it_goes_on(
-    tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+async def test_metrics_are_read_in_place_of_a_plug_in_and_may_stop_and_come_back(
+    tmp_path: Path, gpu: EmulatedGpu
 ) -> None:
-    monkeypatch.setattr(clock_worker, "LEASE_S", 0.3)
-    async with running(tmp_path, gpu):
-        await until(lambda: is_low(gpu), "a low clock")
-        deadline_s = time.monotonic() + 30
-        while is_low(gpu):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)  # noqa: ASYNC251 - it hangs
-        await until(lambda: is_low(gpu), "a low clock")
+    port = free_port()
+
+    async def ask(engine: LiveEngine) -> None:
+        while True:
+            engine.submit(100, 30, lambda is_last: None)
+            await asyncio.sleep(0.3)
+
+    @asynccontextmanager
+    async def serving_metrics() -> AsyncIterator[None]:
+        engine = LiveEngine(
+            EngineConfiguration([str(tmp_path / "gpus" / "0")], str(tmp_path / "profile.csv"), 512, 100_000)
+        )
+        runner = web.AppRunner(application(engine))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        asking = asyncio.create_task(ask(engine))
+        yield
+        asking.cancel()
+        await runner.cleanup()
+        await asyncio.to_thread(engine.close)
+
+    async with running(tmp_path, gpu, metrics=f"127.0.0.1:{port}"):
+        async with serving_metrics():
+            await until(lambda: is_low(gpu), "a low clock")
+        await until(lambda: not is_low(gpu), "stock")
+        async with serving_metrics():
+            await until(lambda: is_low(gpu), "a low clock again")
 
 
 async def test_stock_a_second_after_the_last_statistics_and_then_the_gpu_is_free(

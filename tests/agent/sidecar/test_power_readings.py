@@ -1,7 +1,6 @@
-"""Power readings at a coordinator's request, of GPUs with and without a rank."""
+"""Power readings in spite of failures. What they report, and to whom, is in the tests of slots."""
 
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 from structlog.testing import capture_logs
@@ -13,37 +12,7 @@ from perseus.agent.sidecar.backends import EmulatedBackend
 from perseus.agent.sidecar.power_readings import OtherGpus
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
-from perseus.v1 import agent_service_pb2 as wire
-from tests.agent.coordinator_stub import Inbox
 from tests.agent.sidecar.training import UUID, Node
-
-INTERVAL_S = 0.1
-
-
-async def test_the_power_of_a_ranks_gpu_and_of_an_idle_one_is_sent_once_it_is_asked_for(node: Node) -> None:
-    """How a mean power comes from the counter is in the tests of `MeanPower`."""
-    EmulatedGpu.create(node.folder / "gpus" / "1", A100_SXM, "GPU-idle").close()
-    node.inbox.lease_s = 0.9
-
-    def reported(inbox: Inbox) -> dict[str, list[float]]:
-        powers_w: dict[str, list[float]] = {UUID: [], "GPU-idle": []}
-        for each in inbox.all("power_reading"):
-            for uuid, power_w in zip(each.power_reading.gpu_uuid, each.power_reading.power_w, strict=True):
-                powers_w[uuid].append(power_w)
-        return powers_w
-
-    async with node.serving():
-        trainer = await node.train()
-        await node.hears("heartbeat", 5)
-        assert not node.inbox.all("power_reading")
-        asked = wire.Heartbeat(power_interval_s=INTERVAL_S)
-        node.coordinator.send(wire.ConnectResponse(heartbeat=asked))
-        # Further heartbeats without an interval change nothing.
-        await node.coordinator.until(lambda inbox: min(map(len, reported(inbox).values())) >= 8, "readings")
-        await trainer.stop()
-    powers_w = reported(node.inbox)
-    assert 0 < fmean(powers_w["GPU-idle"]) < fmean(powers_w[UUID]) < A100_SXM.board_power_w
-    assert all(each.power_reading.duration_s > 0 for each in node.inbox.all("power_reading"))
 
 
 async def test_an_unforeseen_error_in_power_readings_only_restarts_them(
@@ -59,7 +28,7 @@ async def test_an_unforeseen_error_in_power_readings_only_restarts_them(
         return take(self, counters)
 
     monkeypatch.setattr(MeanPower, "take", failing)
-    node.inbox.power_interval_s = INTERVAL_S
+    node.inbox.power_interval_s = 0.1
     with capture_logs() as logs:
         async with node.serving() as failure:
             await node.hears("power_reading", 2)

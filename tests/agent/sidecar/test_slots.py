@@ -13,7 +13,7 @@ from perseus.agent.claims.decision import Allowed
 from perseus.agent.claims.grants import User
 from perseus.agent.claims.registry import Claim
 from perseus.agent.link.computation import Rank
-from perseus.agent.link.packets import Hello, Registration
+from perseus.agent.link.packets import Hello, Registration, Reply, Saving
 from perseus.agent.rank.events import Connected, Disconnected, Event, Heard
 from perseus.agent.rank.messages import (
     PlanOffer,
@@ -32,10 +32,10 @@ from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
 from perseus.job_id import slot_of
 from perseus.v1 import agent_service_pb2 as wire
-from perseus.v1 import rank_pb2
+from perseus.v1 import computation_pb2, rank_pb2
 from tests.agent.coordinator_stub import CoordinatorStub, Inbox, coordinating, until
 from tests.agent.sidecar import training
-from tests.agent.sidecar.training import UUID, Start
+from tests.agent.sidecar.training import ORDER, UUID, Start
 
 RANKS = [
     Rank(next(name for name in map("job-{}".format, range(9)) if slot_of(name, 2) == slot), 0, 0, 0)
@@ -58,6 +58,16 @@ class Served:
         return any(isinstance(event, kind) for event in self.seen)
 
 
+class Connection:
+    """A trainer's connection that records the replies."""
+
+    def __init__(self) -> None:
+        self.replies: list[Reply] = []
+
+    def reply(self, reply: Reply) -> None:
+        self.replies.append(reply)
+
+
 class Agent:
     """An uplink with trainers that only exist."""
 
@@ -68,7 +78,8 @@ class Agent:
 
     def join(self, rank: Rank) -> Served:
         claim = Claim(rank, f"GPU-{rank}", User(1000, "ada"), Allowed(is_granted=True, is_running=True))
-        self.roster.enter(Trainer(claim, cast(Any, None), Hello(rank, claim.gpu_uuid, True), None))
+        connection = cast(Any, Connection())
+        self.roster.enter(Trainer(claim, connection, Hello(rank, claim.gpu_uuid, True), None))
         served = Served()
         self.roster.served[rank] = cast(Any, served)
         self.uplink.begin(rank)
@@ -268,8 +279,14 @@ async def test_power_is_reported_to_the_coordinator_of_a_gpu_s_job_or_else_to_th
     here.inbox.power_interval_s = 0.1
     EmulatedGpu.create(tmp_path / "gpus" / "1", A100_SXM, "GPU-idle").close()
 
+    def powers_w(inbox: Inbox) -> dict[str, float]:
+        """Return the latest power by GPU."""
+        readings = [each.power_reading for each in inbox.all("power_reading")]
+        assert all(reading.duration_s > 0 for reading in readings)
+        return {k: v for each in readings for k, v in zip(each.gpu_uuid, each.power_w, strict=True)}
+
     def reported(inbox: Inbox) -> set[str]:
-        return {uuid for each in inbox.all("power_reading") for uuid in each.power_reading.gpu_uuid}
+        return set(powers_w(inbox))
 
     async with serving(training.settings(tmp_path, here.port)):
         await here.until(lambda inbox: reported(inbox) == {UUID, "GPU-idle"}, "readings of both")
@@ -280,6 +297,8 @@ async def test_power_is_reported_to_the_coordinator_of_a_gpu_s_job_or_else_to_th
         assert (reported(there.inbox), reported(here.inbox)) == (set(), {"GPU-idle"})
         there.send(wire.ConnectResponse(heartbeat=wire.Heartbeat(power_interval_s=0.1)))
         await there.until(lambda inbox: reported(inbox) == {UUID}, "a reading of the job's GPU")
+        idle_w, busy_w = powers_w(here.inbox)["GPU-idle"], powers_w(there.inbox)[UUID]
+        assert 0 < idle_w < busy_w < A100_SXM.board_power_w
         assert there.inbox.jobs.keys() == {"job"}, "registered there"
         assert not here.inbox.jobs
         await trainer.stop()
@@ -294,6 +313,35 @@ async def test_a_rank_whose_trainer_has_gone_opens_no_stream(coordinators: list[
         agent.roster.served[RANKS[1]] = cast(Any, Served())
         agent.uplink.first.heard()
         assert len(agent.uplink.coordinators) == 1
+
+
+async def test_a_trainer_hears_of_a_lasting_refusal_and_its_end_and_a_jobs_first_one_of_its_saving(
+    coordinators: list[CoordinatorStub],
+) -> None:
+    agent = Agent(address(coordinators[0]))
+    first, second = RANKS[0], Rank(RANKS[0].job_id, 1, 0, 0)
+    served = agent.join(first)
+    agent.join(second)
+    heard_by_first, heard_by_second = (
+        cast(Connection, agent.roster.trainers[each].connection).replies for each in (first, second)
+    )
+    about: dict[str, Any] = {"job_id": first.job_id, "rank": coordinates(first)}
+    refused = wire.RankRefused(**about, reason="JOB_FINISHED", message="run 1 has ended")
+    async with agent.running():
+        await until(lambda: served.has_seen(Connected), "connected")
+        for _ in range(5):
+            coordinators[0].send(wire.ConnectResponse(rank_refused=refused))
+        accepted = wire.RankAccepted(**about, order=computation_pb2.StageOrder(computations=ORDER))
+        coordinators[0].send(wire.ConnectResponse(rank_accepted=accepted))
+        await until(lambda: len(heard_by_first) == 2, "both notices")
+        assert [each.ok for each in heard_by_first] == [False, True]
+        other = wire.JobSaving(job_id="other", energy_percent=50.0)
+        job = wire.JobSaving(job_id=first.job_id, energy_percent=13.24, slowdown_percent=0.06)
+        for savings in ([other, job], [other]):
+            coordinators[0].send(wire.ConnectResponse(heartbeat=wire.Heartbeat(savings=savings)))
+        await until(lambda: len(heard_by_first) == 4, "the saving, and that it is unknown")
+    assert [each.saving for each in heard_by_first[2:]] == [Saving(13.2, 0.1), None]
+    assert not heard_by_second
 
 
 async def test_messages_go_to_their_rank_and_an_offer_to_one_that_is_not_served_is_refused(

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,7 +23,7 @@ from perseus.agent.claims.decision import (
 from perseus.agent.gpu import Gpu, GpuError, GpuHungError, GpuUse
 from perseus.agent.gpu.executor import GpuExecutor
 from perseus.agent.sidecar.access import AccessChecker, read_grants
-from perseus.agent.sidecar.peer import Peer, UnknownPeerError, _opened_by_number, identify, user_of
+from perseus.agent.sidecar.peer import Peer, user_of
 from tests.agent.other_users import NOBODY, OWNER, needs_root, passable_folder, start_as
 
 UUID = "GPU-0"
@@ -291,33 +290,3 @@ def test_only_files_that_nobody_else_can_write_count(tmp_path: Path) -> None:
         bad.rmdir() if bad.is_dir() else bad.unlink()
     folder.chmod(0o777)
     assert "writable by root or the agent's user only" in read_grants(folder).problems[0]
-
-
-# --- Peers --------------------------------------------------------------------------------------------------
-
-
-def test_the_kernel_identifies_the_peer() -> None:
-    a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    peer = identify(a)
-    assert (peer.uid, peer.gid, peer.pid) == (os.getuid(), os.getgid(), os.getpid())
-    assert set(peer.groups) == set(os.getgroups())
-    assert peer.pidfd is not None
-    assert not peer.has_ended
-    for each in (a, b, peer):
-        each.close()
-
-
-def test_a_process_known_by_number_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    os.close(_opened_by_number(os.getpid(), os.getuid()))
-    with pytest.raises(UnknownPeerError, match="has ended"):
-        _opened_by_number(os.getpid(), os.getuid() + 1)
-    with pytest.raises(UnknownPeerError, match="has ended"):
-        _opened_by_number(2**22 + 1, os.getuid())
-    monkeypatch.setattr("time.clock_gettime", lambda _: 0.0)
-    with pytest.raises(UnknownPeerError, match="has ended"):
-        _opened_by_number(os.getpid(), os.getuid())  # it began after we looked, so it is another process
-
-
-def test_a_user_without_a_name_is_known_by_number() -> None:
-    assert user_of(4_000_001).name == "4000001"
-    assert user_of(0).name == "root"

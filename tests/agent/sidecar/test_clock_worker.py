@@ -170,13 +170,6 @@ def test_what_is_requested_during_a_set_never_waits(
     assert scheduled or all(one.begun_at_s < later.due_s for one, later in pairwise(done))
 
 
-def test_the_first_reset_is_never_redundant() -> None:
-    worker, results = started(gpu := FakeGpu())
-    worker.request(STOCK)
-    worker.close()
-    assert gpu.sets == [result.target_mhz for result in results.all] == [STOCK]
-
-
 def test_after_an_error_the_clock_in_force_is_unknown() -> None:
     gpu = FakeGpu()
     gpu.errors[1000] = error = GpuPermissionError("no")

@@ -320,6 +320,13 @@ TWICE = computation_pb2.StageOrder(computations=[WIRE_F0, WIRE_F0])
         ),
         *(
             (
+                heard(welcome=wire.Welcome(epoch="e", lease_s=lease_s)),
+                f"welcome.lease_s: expected 0.01 to 1000000.0, found {lease_s}",
+            )
+            for lease_s in (1e308, 5e-324, math.nan)
+        ),
+        *(
+            (
                 heard(welcome=wire.Welcome(epoch="e", lease_s=3, slot=slot, slot_count=3)),
                 f"welcome.slot: expected 0 to 2, found {slot}",
             )

@@ -1,7 +1,8 @@
-"""A trainer with another monotonic clock is refused at its hello."""
+"""Who has connected, as the kernel says; a trainer with another monotonic clock is refused at its hello."""
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -9,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from perseus.agent.sidecar.peer import CLOCK_MISMATCH, Peer, check_clock
+from perseus.agent.sidecar.peer import (
+    CLOCK_MISMATCH,
+    Peer,
+    UnknownPeerError,
+    _opened_by_number,
+    check_clock,
+    identify,
+    user_of,
+)
 from perseus.agent.sidecar.shell import serving
 from tests.agent.sidecar.training import UUID, settings
 
@@ -22,6 +31,36 @@ logging.basicConfig(stream=sys.stdout, format="%(message)s")
 probe = Probe.connect(sys.argv[1], job_id="job", pipeline=0, stage=0, gpu_uuid=sys.argv[2])
 print("connected" if probe.is_connected else "refused", flush=True)
 """
+
+
+def test_the_kernel_identifies_the_peer() -> None:
+    a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer = identify(a)
+    assert (peer.uid, peer.gid, peer.pid) == (os.getuid(), os.getgid(), os.getpid())
+    assert set(peer.groups) == set(os.getgroups())
+    assert peer.pidfd is not None
+    assert not peer.has_ended
+    for each in (a, b, peer):
+        each.close()
+
+
+def test_a_process_known_by_number_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    os.close(_opened_by_number(os.getpid(), os.getuid()))
+    with pytest.raises(UnknownPeerError, match="has ended"):
+        _opened_by_number(os.getpid(), os.getuid() + 1)
+    with pytest.raises(UnknownPeerError, match="has ended"):
+        _opened_by_number(2**22 + 1, os.getuid())
+    monkeypatch.setattr("time.clock_gettime", lambda _: 0.0)
+    with pytest.raises(UnknownPeerError, match="has ended"):
+        _opened_by_number(os.getpid(), os.getuid())  # it began after we looked, so it is another process
+
+
+def test_a_user_without_a_name_is_known_by_number() -> None:
+    assert user_of(4_000_001).name == "4000001"
+    assert user_of(0).name == "root"
+
+
+# --- Its clock ----------------------------------------------------------------------------------------------
 
 
 def in_time_namespace(offset_s: int, command: list[str]) -> list[str]:
@@ -58,19 +97,21 @@ async def test_a_trainer_in_another_time_namespace_is_refused_with_the_reason(tm
 
 
 @pytest.mark.parametrize(
-    ("hello_ago_s", "is_fine"), [(0.0, True), (0.5, True), (29.0, True), (31.0, False), (-0.001, False)]
+    ("hello_ago_s", "expected"),
+    [
+        (0.0, ""),
+        (0.5, ""),
+        (29.0, ""),
+        (31.0, "behind"),
+        (-0.001, "ahead of"),
+        pytest.param(1000.0, "", id="an older probe without a time"),
+    ],
 )
-def test_the_hello_shows_the_clock_of_an_invisible_process(hello_ago_s: float, is_fine: bool) -> None:
+def test_the_hello_shows_the_clock_of_an_invisible_process(hello_ago_s: float, expected: str) -> None:
     now_ns = 1000 * SECOND_NS
     refused = check_clock(UNSEEN, now_ns - int(hello_ago_s * SECOND_NS), now_ns)
-    assert (refused is None) == is_fine
-    if refused is not None:
-        assert refused.reason == CLOCK_MISMATCH
-        assert ("ahead of" if hello_ago_s < 0 else "behind") in refused.message
-
-
-def test_an_older_probe_without_a_time_is_accepted() -> None:
-    assert check_clock(UNSEEN, 0, 1000 * SECOND_NS) is None
+    assert (refused is not None) == bool(expected)
+    assert refused is None or (refused.reason == CLOCK_MISMATCH and expected in refused.message)
 
 
 def test_the_kernels_offset_takes_precedence() -> None:

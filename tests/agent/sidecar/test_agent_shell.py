@@ -120,12 +120,6 @@ async def test_without_a_coordinator_training_runs_and_the_job_is_registered_lat
         await node.restart_coordinator(Inbox())
         await node.hears("telemetry")
         assert "job" in node.inbox.jobs
-        # A coordinator that lost its state receives the same request again.
-        request = node.inbox.jobs.pop("job")
-        refused = wire.RankRefused(job_id="job", rank=RANK, reason="JOB_NOT_FOUND")
-        node.coordinator.send(wire.ConnectResponse(rank_refused=refused))
-        await node.coordinator.until(lambda inbox: "job" in inbox.jobs, "the job registered again")
-        assert node.inbox.jobs["job"] == request
         trainer.finishes = False
         await trainer.stop()
         assert (await node.hears("rank_left")).reason == rank_pb2.RANK_LEFT_REASON_TRAINER_GONE

@@ -1,14 +1,20 @@
-"""The thread that polls a GPU's energy counter, at injected times; and the limits that it reads besides."""
+"""The thread that polls a GPU's energy counter, at injected times, and the limits that it reads besides.
+
+And the counters of GPUs without a rank: what is reported of them, and to whom, is in the tests of slots.
+"""
 
 import queue
 from collections.abc import Iterator
 from itertools import chain, count, repeat
+from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.gpu import (
     ClockEventReason,
+    Gpu,
     GpuDriverError,
     GpuError,
     GpuInUseError,
@@ -16,8 +22,15 @@ from perseus.agent.gpu import (
     GpuUnsupportedError,
 )
 from perseus.agent.rank.messages import GpuLimits
+from perseus.agent.sidecar import optional
+from perseus.agent.sidecar.backends import EmulatedBackend
 from perseus.agent.sidecar.counter_poller import LIMITS_INTERVAL_S, CounterPoller, LimitsWatch
+from perseus.agent.sidecar.optional import OptionalParts
+from perseus.agent.sidecar.power_readings import OtherGpus
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
 from tests.agent.fake_gpu import FakeGpu
+from tests.agent.sidecar.training import UUID
 
 BUSY, LOST = GpuDriverError("busy"), GpuLostError("gone")
 STANDS_STILL = "GPU-fake: energy counter: expected it to move within 10 s, found it at 2 J"
@@ -171,3 +184,42 @@ def test_an_unforeseen_error_in_the_limits_watch_does_not_affect_the_rank() -> N
     assert energies(polled.take(2)) == [2.0, 3.0]
     part, error = polled.failed.get(timeout=60)
     assert (part, type(error)) == ("limits watch", ValueError)
+
+
+# --- Power readings of GPUs without a rank ------------------------------------------------------------------
+
+
+class Failing(EmulatedBackend):
+    """A backend with one failing GPU."""
+
+    def open(self, uuid: str) -> Gpu:
+        if uuid == "GPU-lost":
+            raise GpuError("made for the test")
+        return super().open(uuid)
+
+
+def test_a_failing_gpu_is_left_out_and_a_served_one_is_closed(tmp_path: Path, gpu: EmulatedGpu) -> None:
+    EmulatedGpu.create(tmp_path / "gpus" / "1", A100_SXM, "GPU-lost").close()
+    others = OtherGpus(Failing(tmp_path / "gpus"))
+    first = others.read(())
+    assert first.keys() == {UUID}
+    assert others.read({UUID}) == {}
+    again = others.read(())
+    assert again[UUID][0] > first[UUID][0]
+    assert again[UUID][1] >= first[UUID][1]
+    others.close()
+
+
+async def test_a_part_with_an_unforeseen_error_is_only_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optional, "_FIRST_DELAY_S", 0.0)
+    errors, parts = [ValueError("nobody has foreseen this")], OptionalParts()
+
+    async def run() -> None:
+        if errors:
+            raise errors.pop()
+
+    with capture_logs() as logs:
+        await parts.keep_running("power readings", run)
+    assert parts.failure_counts == {"power readings": 1}
+    (failed,) = [line for line in logs if line["event"] == "optional part failed"]
+    assert "nobody has foreseen this" in repr(failed["exc_info"])

@@ -6,10 +6,12 @@ The controller's times are compressed. That a dead agent's GPUs return to stock 
 import asyncio
 import json
 import os
+import socket
+import threading
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,8 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from perseus.agent import vllm
-from perseus.agent.sidecar import instance
+from perseus.agent.sidecar import engine_metrics, instance
+from perseus.agent.sidecar.engine_metrics import MetricsReader
 from perseus.agent.sidecar.health_client import ask_instances
 from perseus.agent.sidecar.shell import serving
 from perseus.emulation.gpu import EmulatedGpu
@@ -305,3 +308,50 @@ async def test_a_malformed_profile_is_one_clear_error(tmp_path: Path, gpu: Emula
     with pytest.raises(ServingError, match=r"bad.csv: line 1: expected columns"):
         async with running(tmp_path, gpu, profile=tmp_path / "bad.csv"):
             pass
+
+
+# --- The reader of an engine's metrics ----------------------------------------------------------------------
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"
+
+
+@contextmanager
+def trickling(begin: bytes) -> Iterator[tuple[int, threading.Event]]:
+    """Yield the port of a server that sends this, and then a byte now and then, for as long as it can.
+
+    The event is set when a client has given up on a scrape.
+    """
+    ended, given_up = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        while not ended.is_set():
+            with suppress(OSError):
+                connection, _ = server.accept()
+                with connection:
+                    connection.sendall(begin)
+                    try:
+                        while not ended.wait(0.01):
+                            connection.sendall(b"x")
+                    except OSError:
+                        given_up.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.05)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield server.getsockname()[1], given_up
+        finally:
+            ended.set()
+            thread.join()
+
+
+@pytest.mark.parametrize("begin", [b"", HEAD], ids=["headers", "body"])
+def test_a_scrape_that_trickles_is_given_up(begin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_metrics, "_TIMEOUT_S", 0.1)
+    with capture_logs() as logged, trickling(begin) as (port, given_up):
+        reader = MetricsReader("127.0.0.1", port, lambda *_: None)
+        assert given_up.wait(60)
+        reader.close()
+    (warning,) = logged
+    assert warning["reason"] in ("expected a whole answer within 0.1 s", "timed out")

@@ -112,15 +112,18 @@ def test_a_job_without_gpus_leaves_no_trace(settings: AgentSettings) -> None:
     epilog(job, settings)
 
 
-def test_the_epilog_restores_gpus_of_a_dead_agent(settings: AgentSettings) -> None:
+def test_the_epilog_restores_the_jobs_gpus_of_a_dead_agent_and_no_others(settings: AgentSettings) -> None:
     with pytest.raises(NoAgentError):
         prolog(JOB, settings)
     lock(settings, "GPU-1").close()
+    other = lock(settings, "GPU-0")
     assert clock_mhz(settings, "GPU-1") == MODEL.clocks_mhz[-1]
     epilog(JOB, settings)
     assert clock_mhz(settings, "GPU-1") == MODEL.highest_clock_mhz
+    assert clock_mhz(settings, "GPU-0") == MODEL.clocks_mhz[-1]
     assert granted(settings) == {}
-    assert RecordFolder(settings.restore_folder).gpu_uuids() == []
+    assert RecordFolder(settings.restore_folder).gpu_uuids() == ["GPU-0"]
+    other.close()
 
 
 @pytest.mark.parametrize("has_grant", [False, True])
@@ -137,16 +140,6 @@ def test_the_epilog_names_the_gpu_of_a_living_agent(
         epilog(JOB, settings)
     assert not has_grant or granted(settings) == {}, "the grant is revoked all the same"
     held.close()
-
-
-def test_the_epilog_ignores_other_jobs_gpus(settings: AgentSettings) -> None:
-    with pytest.raises(NoAgentError):
-        prolog(JOB, settings)
-    other = lock(settings, "GPU-0")
-    epilog(JOB, settings)
-    assert clock_mhz(settings, "GPU-0") == MODEL.clocks_mhz[-1]
-    other.reset_clock()
-    other.close()
 
 
 def test_an_agent_for_all_jobs_inherits_no_variables_of_one() -> None:

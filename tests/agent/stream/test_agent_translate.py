@@ -34,7 +34,6 @@ from perseus.agent.rank.messages import (
     TelemetryRefused,
     Welcome,
     plan_answer,
-    rank_left,
 )
 from perseus.agent.stream import translate
 from perseus.agent.stream.telemetry import Batch
@@ -57,10 +56,9 @@ def test_the_agents_enums_match_the_contract() -> None:
         assert {f"{prefix}_UNSPECIFIED": 0, **numbers} == dict(theirs.items())
 
 
-def test_a_sessions_message_goes_out_in_its_own_field() -> None:
+def test_the_refusal_of_a_plan() -> None:
     refusal = PlanRefusal(PlanRefusalReason.CLOCK_NOT_SUPPORTED, "no such\nclock", (800, 7))
-    refused = plan_answer(RANK, PlanId("e", 3), refusal, 9)
-    assert refused == wire.PlanAnswer(
+    assert plan_answer(RANK, PlanId("e", 3), refusal, 9) == wire.PlanAnswer(
         job_id="job",
         rank=COORDINATES,
         epoch="e",
@@ -70,23 +68,6 @@ def test_a_sessions_message_goes_out_in_its_own_field() -> None:
         iteration=9,
         refused_clocks_mhz=[800, 7],
     )
-    accepted = plan_answer(RANK, PlanId("e", 3), None, 9)
-    assert accepted == wire.PlanAnswer(
-        job_id="job", rank=COORDINATES, epoch="e", version=3, accepted=True, iteration=9
-    )
-    left = rank_left(RANK, RankLeftReason.GPU_FAILED)
-    assert left == wire.RankLeft(job_id="job", rank=COORDINATES, reason=rank_pb2.RANK_LEFT_REASON_GPU_FAILED)
-    assert translate.request(refused) == wire.ConnectRequest(plan_answer=refused)
-    assert translate.request(left) == wire.ConnectRequest(rank_left=left)
-    for name, message in (
-        ("rank_joined", wire.RankJoined(job_id="job")),
-        ("plan_in_force", wire.PlanInForce(job_id="job")),
-        ("gpu_error", wire.GpuError(job_id="job")),
-        ("power_reading", wire.PowerReading(duration_s=1.0)),
-    ):
-        request = translate.request(message)
-        assert request.WhichOneof("message") == name
-        assert getattr(request, name) == message
 
 
 @pytest.mark.parametrize(

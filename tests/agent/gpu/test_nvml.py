@@ -1,3 +1,8 @@
+"""The GPU behind NVML, on a stand-in for the module pynvml; and such modules that do not fit."""
+
+import re
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +20,7 @@ from perseus.agent.gpu import (
     GpuPermissionError,
     GpuUnsupportedError,
 )
-from perseus.agent.gpu.nvml import NvmlGpu
+from perseus.agent.gpu.nvml import PYNVML, NotInModuleError, NvmlGpu, module_description, module_problem, text
 
 CONNECT = [
     ("nvmlInit",),
@@ -57,9 +62,17 @@ class FakeNvml:
             answer = self.answers.get(name)
             if isinstance(answer, pynvml.NVMLError):
                 raise answer
-            return answer
+            return answer(*arguments) if callable(answer) else answer
 
         return call
+
+
+def opened(**answers: Any) -> tuple[FakeNvml, NvmlGpu]:
+    """Return the GPU, and its NVML without the calls that opened it."""
+    nvml = FakeNvml(**answers)
+    gpu = NvmlGpu("GPU-a", nvml=nvml)
+    nvml.calls.clear()
+    return nvml, gpu
 
 
 def failing(function: str, code: int) -> FakeNvml:
@@ -68,13 +81,6 @@ def failing(function: str, code: int) -> FakeNvml:
 
 def power_field(code: int, milliwatts: int = 0) -> list[SimpleNamespace]:
     return [SimpleNamespace(nvmlReturn=code, value=SimpleNamespace(uiVal=milliwatts))]
-
-
-def test_connects_by_uuid() -> None:
-    nvml = FakeNvml()
-    gpu: Gpu = NvmlGpu("GPU-a", nvml=nvml)
-    assert nvml.calls == CONNECT
-    assert (gpu.uuid, gpu.name, gpu.supported_clocks_mhz) == ("GPU-a", "NVIDIA A40", (1740, 1725, 1710))
 
 
 @pytest.mark.parametrize(
@@ -106,9 +112,7 @@ def test_connects_by_uuid() -> None:
 def test_each_method_is_one_call(
     method: str, arguments: tuple[int, ...], answer: Any, call: tuple[Any, ...], expected: float | None
 ) -> None:
-    nvml = FakeNvml(**{call[0]: answer})
-    gpu = NvmlGpu("GPU-a", nvml=nvml)
-    nvml.calls.clear()
+    nvml, gpu = opened(**{call[0]: answer})
     assert getattr(gpu, method)(*arguments) == expected
     assert nvml.calls == [call]
 
@@ -119,8 +123,7 @@ def test_power_profiles_are_the_enforced_ones() -> None:
         current.requestedProfilesMask.mask[0] = 0b111
         current.enforcedProfilesMask.mask[0], current.enforcedProfilesMask.mask[7] = 0b101, 1 << 30
 
-    gpu = NvmlGpu("GPU-a", nvml=FakeNvml())
-    gpu._nvml.nvmlDeviceWorkloadPowerProfileGetCurrentProfiles = enforce
+    gpu = NvmlGpu("GPU-a", nvml=FakeNvml(**{_PROFILES: enforce}))
     assert gpu.power_profiles() == (0, 2, 254)
     gpu = NvmlGpu("GPU-a", nvml=failing(_PROFILES, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND))
     assert gpu.power_profiles() == ()
@@ -139,13 +142,12 @@ def test_power_without_the_field_is_the_power_usage() -> None:
         gpu.average_power_w()
 
 
+NOT_SUPPORTED = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 MEMORY_CHOICE = {"nvmlDeviceGetSupportedMemoryClocks": [405, 7251, 6251]}
 
 
 def test_memory_is_locked_once_at_its_top_clock_if_it_has_several() -> None:
-    nvml = FakeNvml(**MEMORY_CHOICE)
-    gpu = NvmlGpu("GPU-a", nvml=nvml)
-    nvml.calls.clear()
+    nvml, gpu = opened(**MEMORY_CHOICE)
     gpu.set_clock_mhz(1725)
     gpu.set_clock_mhz(1710)
     gpu.reset_clock()
@@ -168,12 +170,12 @@ def test_memory_is_locked_once_at_its_top_clock_if_it_has_several() -> None:
     "answers",
     [
         {"nvmlDeviceGetArchitecture": pynvml.NVML_DEVICE_ARCH_TURING},
-        {"nvmlDeviceSetMemoryLockedClocks": pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)},
+        {"nvmlDeviceSetMemoryLockedClocks": NOT_SUPPORTED},
     ],
 )
 def test_memory_that_can_not_be_locked_is_not_touched(answers: dict[str, Any]) -> None:
-    nvml = FakeNvml(**MEMORY_CHOICE, **answers)
-    gpu = NvmlGpu("GPU-a", nvml=nvml)
+    nvml, gpu = opened(**MEMORY_CHOICE, **answers, nvmlDeviceResetMemoryLockedClocks=NOT_SUPPORTED)
+    gpu.reset_clock()
     gpu.set_clock_mhz(1725)
     nvml.calls.clear()
     gpu.set_clock_mhz(1710)
@@ -185,11 +187,7 @@ def test_memory_that_can_not_be_locked_is_not_touched(answers: dict[str, Any]) -
 @pytest.mark.parametrize("is_own_lock", [True, False])
 def test_an_unsupported_reset_is_an_error_if_memory_can_be_locked(is_own_lock: bool) -> None:
     """The lock may be this process's, or left by another that is dead."""
-    nvml = FakeNvml(
-        **MEMORY_CHOICE,
-        nvmlDeviceResetMemoryLockedClocks=pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED),
-    )
-    gpu = NvmlGpu("GPU-a", nvml=nvml)
+    nvml, gpu = opened(**MEMORY_CHOICE, nvmlDeviceResetMemoryLockedClocks=NOT_SUPPORTED)
     if is_own_lock:
         gpu.set_clock_mhz(1725)
     with pytest.raises(GpuDriverError, match="nvmlDeviceResetMemoryLockedClocks: Not Supported"):
@@ -200,19 +198,9 @@ def test_an_unsupported_reset_is_an_error_if_memory_can_be_locked(is_own_lock: b
     gpu.reset_clock()
 
 
-def test_an_unsupported_reset_is_fine_if_memory_can_not_be_locked() -> None:
-    refused = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-    nvml = FakeNvml(
-        **MEMORY_CHOICE, nvmlDeviceResetMemoryLockedClocks=refused, nvmlDeviceSetMemoryLockedClocks=refused
-    )
-    NvmlGpu("GPU-a", nvml=nvml).reset_clock()
-
-
 def test_graphics_and_memory_are_locked_together_or_not_at_all() -> None:
     refused = pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
-    nvml = FakeNvml(**MEMORY_CHOICE, nvmlDeviceSetGpuLockedClocks=refused)
-    gpu = NvmlGpu("GPU-a", nvml=nvml)
-    nvml.calls.clear()
+    nvml, gpu = opened(**MEMORY_CHOICE, nvmlDeviceSetGpuLockedClocks=refused)
     with pytest.raises(GpuPermissionError, match="--observe"):
         gpu.set_clock_mhz(1725)
     assert nvml.calls == [
@@ -223,9 +211,7 @@ def test_graphics_and_memory_are_locked_together_or_not_at_all() -> None:
 
 
 def test_an_unsupported_clock_never_reaches_nvml() -> None:
-    nvml = FakeNvml()
-    gpu = NvmlGpu("GPU-a", nvml=nvml)
-    nvml.calls.clear()
+    nvml, gpu = opened()
     with pytest.raises(ClockNotSupportedError, match="found 1700 MHz"):
         gpu.set_clock_mhz(1700)
     assert nvml.calls == []
@@ -242,6 +228,7 @@ def test_an_unsupported_clock_never_reaches_nvml() -> None:
         (pynvml.NVML_ERROR_IN_USE, GpuInUseError, "another client of the driver"),
         (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, GpuDriverError, "was unloaded"),
         (pynvml.NVML_ERROR_UNINITIALIZED, GpuDriverError, "was unloaded"),
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, GpuDriverError, "install the NVIDIA driver"),
         (pynvml.NVML_ERROR_UNKNOWN, GpuDriverError, "Unknown Error"),
     ],
 )
@@ -254,33 +241,15 @@ def test_errors_are_mapped_and_name_the_gpu_and_the_call(
         gpu.set_clock_mhz(1725)
 
 
-@pytest.mark.parametrize("method", ["sm_clock_mhz", "power_w", "average_power_w"])
-def test_a_value_that_no_running_gpu_has_is_an_error(method: str) -> None:
-    zero_w = power_field(pynvml.NVML_SUCCESS)
-    nvml = FakeNvml(nvmlDeviceGetFieldValues=zero_w, nvmlDeviceGetPowerUsage=0, nvmlDeviceGetClockInfo=0)
-    gpu = NvmlGpu("GPU-a", nvml=nvml)
-    with pytest.raises(GpuUnsupportedError, match=r"GPU GPU-a: nvml.*: expected a value, found 0"):
-        getattr(gpu, method)()
-
-
-@pytest.mark.parametrize(
-    ("code", "advice"),
-    [
-        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "install the NVIDIA driver"),
-        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "kernel driver is not loaded"),
-    ],
-)
-def test_without_a_driver_there_is_nothing_to_shut_down(code: int, advice: str) -> None:
-    nvml = failing("nvmlInit", code)
-    with pytest.raises(GpuDriverError, match=advice):
+def test_without_a_driver_there_is_nothing_to_shut_down() -> None:
+    nvml = failing("nvmlInit", pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+    with pytest.raises(GpuDriverError, match="kernel driver is not loaded"):
         NvmlGpu("GPU-a", nvml=nvml)
     assert nvml.calls == [("nvmlInit",)]
 
 
 MIG_ENABLED = [pynvml.NVML_DEVICE_MIG_ENABLE, pynvml.NVML_DEVICE_MIG_ENABLE]
-NOT_FOUND, NOT_SUPPORTED = (
-    pynvml.NVMLError(code) for code in (pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_ERROR_NOT_SUPPORTED)
-)
+NOT_FOUND = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
 
 
 @pytest.mark.parametrize(
@@ -313,8 +282,96 @@ def test_a_part_of_a_gpu_is_refused_and_closed() -> None:
     assert nvml.calls[-1] == ("nvmlShutdown",)
 
 
-@pytest.mark.parametrize("function", ["nvmlDeviceGetMigMode", "nvmlDeviceGetPersistenceMode"])
-def test_a_gpu_without_such_a_mode_is_fit(function: str) -> None:
+@pytest.mark.parametrize("function", ["none", "nvmlDeviceGetMigMode", "nvmlDeviceGetPersistenceMode"])
+def test_connects_by_uuid_also_to_a_gpu_without_such_a_mode(function: str) -> None:
     nvml = failing(function, pynvml.NVML_ERROR_NOT_SUPPORTED)
-    NvmlGpu("GPU-a", nvml=nvml)
+    gpu: Gpu = NvmlGpu("GPU-a", nvml=nvml)
     assert nvml.calls == CONNECT
+    assert (gpu.uuid, gpu.name, gpu.supported_clocks_mhz) == ("GPU-a", "NVIDIA A40", (1740, 1725, 1710))
+
+
+# --- A module pynvml that is missing, old or foreign --------------------------------------------------------
+
+
+class OldNvml(FakeNvml):
+    """The module pynvml with one GPU of two memory clocks: texts are bytes, and names are missing."""
+
+    __file__ = "/site/pynvml.py"
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
+        def handle(uuid: bytes) -> str:
+            if not isinstance(uuid, bytes):
+                raise TypeError("bytes or integer address expected")  # as ctypes
+            return "handle"
+
+        super().__init__(nvmlDeviceGetHandleByUUID=handle, nvmlDeviceGetName=b"NVIDIA A40", **MEMORY_CHOICE)
+        self._missing = missing
+        monkeypatch.setitem(sys.modules, "pynvml", self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._missing:
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+
+def test_the_installed_module_is_named_and_fit() -> None:
+    assert module_problem() == ""
+    assert module_description().startswith("pynvml (nvidia-ml-py ")
+    assert PYNVML.nvmlInit is pynvml.nvmlInit
+    assert "nvmlInit" in dir(PYNVML)
+    assert not hasattr(PYNVML, "__wrapped__")
+    assert (text(b"NVIDIA A40"), text("NVIDIA A40")) == ("NVIDIA A40", "NVIDIA A40")
+
+
+def test_the_advice_is_the_dependency_of_the_agent() -> None:
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    (dependency,) = set(re.findall(r'"(nvidia-ml-py>=[\d.]+)', project))
+    with pytest.raises(NotInModuleError, match=f"install {dependency}, and uninstall"):
+        _ = PYNVML.nvmlOfTheFuture
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("print c_count.value", "can't be loaded .SyntaxError"),
+        ("raise RuntimeError('no licence')", "can't be loaded .RuntimeError.'no licence'"),
+        ("x = 1", "has no nvmlInit|has no NVMLError"),
+    ],
+)
+def test_some_other_file_of_that_name_is_a_gpu_error(
+    content: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pynvml.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "pynvml")
+    with pytest.raises((GpuDriverError, NotInModuleError), match=f"{expected}.*install nvidia-ml-py>="):
+        NvmlGpu("GPU-a")
+    assert "install nvidia-ml-py>=" in module_problem()
+
+
+def test_an_old_module_restores_and_lacks_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    events, profiles = (
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        "c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t",
+    )
+    old = OldNvml(monkeypatch, events, profiles, "NVML_ERROR_GPU_NOT_FOUND", "NVML_ERROR_DEPRECATED")
+    gpu = NvmlGpu("GPU-a")
+    assert gpu.name == "NVIDIA A40"
+    gpu.reset_clock()
+    assert old.calls[-2:] == [
+        ("nvmlDeviceResetGpuLockedClocks", "handle"),
+        ("nvmlDeviceResetMemoryLockedClocks", "handle"),
+    ]
+    assert gpu.power_profiles() == ()
+    with pytest.raises(NotInModuleError, match=rf"/site/pynvml.py. has no {events}"):
+        gpu.clock_event_reasons()
+    assert profiles in module_problem()
+
+
+def test_a_module_that_can_not_reset_memory_does_not_pass_for_a_gpu_that_can_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = OldNvml(monkeypatch, "nvmlDeviceResetMemoryLockedClocks", "nvmlDeviceSetMemoryLockedClocks")
+    with pytest.raises(GpuDriverError, match=r"GPU-a: its memory clock may still be locked: .*install"):
+        NvmlGpu("GPU-a").reset_clock()
+    assert old.calls[-1] == ("nvmlDeviceResetGpuLockedClocks", "handle"), "done all the same"

@@ -54,17 +54,18 @@ class FakeConnection:
         self.ends.append(reply)
 
 
+Admitting = tuple[Admission, FakeAccess, Roster]
+
+
 @pytest.fixture
-def admitting(monkeypatch: pytest.MonkeyPatch) -> tuple[Admission, FakeAccess, Roster]:
+def admitting(monkeypatch: pytest.MonkeyPatch) -> Admitting:
     monkeypatch.setattr(admission, "check_clock", lambda *_: None)
     access, roster = FakeAccess(), Roster()
     found = Admission(roster, cast(Any, access), AgentCounters())
     return found, access, roster
 
 
-async def test_a_hello_that_must_be_refused_is_not_inspected(
-    admitting: tuple[Admission, FakeAccess, Roster],
-) -> None:
+async def test_a_hello_that_must_be_refused_is_not_inspected(admitting: Admitting) -> None:
     admits, access, roster = admitting
     held = Claim(Rank("job", 0, 0, 0), "GPU-0", User(1000, "owner"), Allowed(is_granted=True))
     roster.enter(
@@ -81,9 +82,7 @@ async def test_a_hello_that_must_be_refused_is_not_inspected(
     assert access.looked_at == []
 
 
-async def test_a_users_hellos_are_inspected_one_at_a_time(
-    admitting: tuple[Admission, FakeAccess, Roster],
-) -> None:
+async def test_a_users_hellos_are_inspected_one_at_a_time(admitting: Admitting) -> None:
     admits, access, roster = admitting
     hellos = [
         asyncio.create_task(

@@ -13,7 +13,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
@@ -28,7 +27,6 @@ from perseus.certificates import Authority
 from perseus.cli.main import app
 from perseus.metrics import names
 from perseus.metrics.readings import Readings
-from perseus.tls.files import Role, TlsFiles, TlsSource
 from tests.agent.coordinator_stub import until
 from tests.agent.sidecar.training import HELD_MHZ, UUID, Node
 from tests.ports import free_port
@@ -44,19 +42,14 @@ def get(url: str, token: str = "", context: ssl.SSLContext | None = None) -> tup
         return error.code, error.read().decode()
 
 
-def trusted(folder: Path) -> tuple[Path, Path, ssl.SSLContext]:
-    """A certificate for loopback, its key, and a client that trusts it."""
-    authority = Authority.create(folder / "ca", "test", timedelta(days=2))
-    certificate, key = authority.issue(
-        folder / "node", ["127.0.0.1"], is_server=True, ends=datetime.now(UTC) + timedelta(days=1)
-    )
-    return certificate, key, ssl.create_default_context(cafile=str(folder / "ca" / "ca.pem"))
-
-
 async def test_the_metrics_of_an_agent_at_work(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "_READING_S", 0.1)
     port, mapping = free_port(), node.folder / "jobs"
-    certificate, key, context = trusted(node.folder)
+    authority = Authority.create(node.folder / "ca", "test", timedelta(days=2))
+    certificate, key = authority.issue(
+        node.folder / "node", ["127.0.0.1"], is_server=True, ends=datetime.now(UTC) + timedelta(days=1)
+    )
+    context = ssl.create_default_context(cafile=str(node.folder / "ca" / "ca.pem"))
     (node.folder / "token").write_text("perseus_token")
     of_gpu = {"gpu_uuid": UUID}
     samples: Samples = {}
@@ -119,25 +112,17 @@ def test_beyond_loopback_it_requires_tls_and_a_token() -> None:
             configuration.load(AgentSettings, None, {"metrics_listen": given})
 
 
-def test_tls_and_token(tmp_path: Path) -> None:
-    certificate, key, context = trusted(tmp_path)
+def test_a_scraper_needs_the_token_that_the_file_has_now(tmp_path: Path) -> None:
     token_file = tmp_path / "token"
     token_file.write_text("perseus_first\n")
-    source = TlsSource(TlsFiles(certificate, key), Role.SERVER)
-    with serving_metrics("127.0.0.1", 0, Readings, OptionalParts(), tls=source, token_file=token_file) as (
-        host,
-        port,
-    ):
-        url = f"https://{host}:{port}"
-        assert get(f"{url}/metrics", context=context)[0] == 401
-        assert get(f"{url}/metrics", "perseus_wrong", context)[0] == 401
-        status, text = get(f"{url}/metrics", "perseus_first", context)
-        assert status == 200
-        assert list(text_string_to_metric_families(text))
+    with serving_metrics("127.0.0.1", 0, Readings, OptionalParts(), token_file=token_file) as (host, port):
+        url = f"http://{host}:{port}"
+        statuses = [get(f"{url}/metrics", token)[0] for token in ("", "perseus_wrong", "perseus_first")]
+        assert statuses == [401, 401, 200]
         token_file.write_text("perseus_second\n")
-        assert get(f"{url}/metrics", "perseus_first", context)[0] == 401
-        assert get(f"{url}/metrics", "perseus_second", context)[0] == 200
-        assert get(f"{url}/other", "perseus_second", context)[0] == 404
+        assert get(f"{url}/metrics", "perseus_first")[0] == 401
+        assert get(f"{url}/metrics", "perseus_second")[0] == 200
+        assert get(f"{url}/other", "perseus_second")[0] == 404
 
 
 def test_an_error_fails_only_one_scrape() -> None:

@@ -11,7 +11,6 @@ from perseus.agent.sidecar.backends import (
     EmulatedBackend,
     Found,
     Inventory,
-    NvmlBackend,
     VisibleGpus,
     backend,
     visible_uuids,
@@ -43,10 +42,6 @@ class Listing:
 
     def inspect(self, uuid: str) -> GpuUse:
         return GpuUse(self.found.index(uuid), "node", ())
-
-
-def test_without_settings_gpus_are_nvmls() -> None:
-    assert isinstance(backend(load(AgentSettings, None, {})), NvmlBackend)
 
 
 def test_emulated_gpus_need_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ And the counters of GPUs without a rank: what is reported of them, and to whom, 
 """
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, count, repeat
 from pathlib import Path
 
@@ -39,7 +39,12 @@ STANDS_STILL = "GPU-fake: energy counter: expected it to move within 10 s, found
 class Polled:
     """A GPU that is polled; time advances by a quarter of a second at every reading."""
 
-    def __init__(self, gpu: FakeGpu, limits: LimitsWatch | None = None) -> None:
+    def __init__(
+        self,
+        gpu: FakeGpu,
+        limits: LimitsWatch | None = None,
+        monotonic: Callable[[], float] | None = None,
+    ) -> None:
         self.reports: queue.Queue[CounterChange | Exception] = queue.Queue()
         self.failed: queue.Queue[tuple[str, Exception]] = queue.Queue()
         self.ticks = count()
@@ -50,7 +55,7 @@ class Polled:
             limits,
             lambda part, error: self.failed.put((part, error)),
             interval_s=0.0001,
-            monotonic=lambda: next(self.ticks) / 4,
+            monotonic=monotonic or (lambda: next(self.ticks) / 4),
         )
 
     def take(self, count: int) -> list[CounterChange | Exception]:
@@ -129,13 +134,8 @@ def test_a_process_that_freezes_in_a_reading_is_no_counter_that_stands_still(fro
         yield from (frozen_j, 3.0)
         yield from map(float, count(4))
 
-    changes: queue.Queue[CounterChange | Exception] = queue.Queue()
-    poller = CounterPoller(
-        FakeGpu(readings()), changes.put, changes.put, interval_s=0.0001, monotonic=lambda: now_s
-    )
-    taken = [changes.get(timeout=60) for _ in range(3)]
-    poller.close()
-    assert energies(taken) == [2.0, 3.0, 4.0]
+    polled = Polled(FakeGpu(readings()), monotonic=lambda: now_s)
+    assert energies(polled.take(3)) == [2.0, 3.0, 4.0]
 
 
 # --- Limits that others set on a GPU ------------------------------------------------------------------------
@@ -212,14 +212,15 @@ def test_a_failing_gpu_is_left_out_and_a_served_one_is_closed(tmp_path: Path, gp
 
 async def test_a_part_with_an_unforeseen_error_is_only_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optional, "_FIRST_DELAY_S", 0.0)
-    errors, parts = [ValueError("nobody has foreseen this")], OptionalParts()
+    outcomes, parts = iter([ValueError("nobody has foreseen this"), None]), OptionalParts()
 
     async def run() -> None:
-        if errors:
-            raise errors.pop()
+        if (error := next(outcomes)) is not None:
+            raise error
 
     with capture_logs() as logs:
         await parts.keep_running("power readings", run)
+    assert next(outcomes, "none left") == "none left"
     assert parts.failure_counts == {"power readings": 1}
     (failed,) = [line for line in logs if line["event"] == "optional part failed"]
     assert "nobody has foreseen this" in repr(failed["exc_info"])

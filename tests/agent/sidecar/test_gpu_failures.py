@@ -102,27 +102,12 @@ def faulty(tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) ->
     return backend
 
 
-class Hang(threading.Event):
-    """Ends calls that hang. Within `noticed`, those that open or close a GPU count as hung at once."""
-
-    def __init__(self, executor: GpuExecutor) -> None:
-        super().__init__()
-        self._executor = executor
-
-    @contextmanager
-    def noticed(self) -> Iterator[None]:
-        usual_s, self._executor.timeout_s = self._executor.timeout_s, 0.0
-        try:
-            yield
-        finally:
-            self._executor.timeout_s = usual_s
-
-
 @pytest.fixture
-def hang(monkeypatch: pytest.MonkeyPatch) -> Hang:
+def executor(monkeypatch: pytest.MonkeyPatch) -> GpuExecutor:
+    """Opens and closes the agent's GPUs."""
     executor = GpuExecutor()
     monkeypatch.setattr(shell, "GpuExecutor", lambda: executor)
-    return Hang(executor)
+    return executor
 
 
 async def trainer_under_plan(node: Node) -> Trainer:
@@ -134,42 +119,6 @@ async def trainer_under_plan(node: Node) -> Trainer:
 async def has_failed(node: Node) -> None:
     left = await node.hears("rank_left")
     assert left.reason == rank_pb2.RANK_LEFT_REASON_GPU_FAILED
-
-
-async def comes_back(node: Node, trainer: Trainer) -> None:
-    """Wait until the rank is served again and measures; it may have failed again meanwhile."""
-    measured = len(node.inbox.all("telemetry"))
-    await node.coordinator.until(
-        lambda inbox: (
-            len(inbox.all("rank_joined")) > len(inbox.all("rank_left"))
-            and len(inbox.all("telemetry")) > measured + 2
-        ),
-        "the rank's coming back",
-    )
-    await node.hold(trainer, 2)
-    await trainer.stop()
-
-
-async def is_restored(node: Node) -> None:
-    await node.is_at(STOCK_MHZ)
-    await until(lambda: not node.records, "restored")
-
-
-async def test_a_failing_reset_is_retried_while_the_trainer_stays_and_its_rank_recovers(
-    node: Node, faulty: FaultyBackend
-) -> None:
-    async with node.serving():
-        trainer = await trainer_under_plan(node)
-        with faulty.during(total_energy_j=LOST, open=LOST):
-            with faulty.during(reset_clock=LOST):
-                left_mhz = node.gpu.sm_clock_mhz()  # the plan's, unless a busy host caused a gap just before
-                await has_failed(node)
-                assert node.gpu.sm_clock_mhz() == left_mhz
-                assert node.records
-            del faulty.faults["open"]
-            await is_restored(node)
-        await comes_back(node, trainer)
-    assert node.gpu.sm_clock_mhz() == STOCK_MHZ
 
 
 async def test_neither_transient_errors_nor_sets_that_are_forbidden_end_a_rank(
@@ -197,17 +146,18 @@ async def test_a_hanging_driver_affects_only_its_own_gpu(
     node: Node,
     other: EmulatedGpu,
     faulty: FaultyBackend,
-    hang: Hang,
+    executor: GpuExecutor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lost: list[str] = []
+    hang, lost = threading.Event(), list[str]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(repr(context)))
     async with node.serving():
         trainer = await trainer_under_plan(node)
         with faulty.during(set_clock_mhz=hang, total_energy_j=hang, reset_clock=hang, open=hang):
             left_mhz = node.gpu.sm_clock_mhz()
-            with monkeypatch.context() as patch, hang.noticed():
+            with monkeypatch.context() as patch:
                 patch.setattr(served, "TIMEOUT_S", 0.0)
+                patch.setattr(executor, "timeout_s", 0.0)
                 await has_failed(node)
             assert "hangs" in node.inbox.all("gpu_error")[0].gpu_error.message
             await trainer.stop()
@@ -217,18 +167,20 @@ async def test_a_hanging_driver_affects_only_its_own_gpu(
             probe.close()
             assert node.gpu.sm_clock_mhz() == left_mhz
             hang.set()
-        await is_restored(node)
+        await node.is_at(STOCK_MHZ)
+        await until(lambda: not node.records, "restored")
     gc.collect()
     assert lost == []
 
 
 async def test_an_agent_ends_despite_a_hanging_driver_and_reports_the_gpu(
-    node: Node, faulty: FaultyBackend, hang: Hang
+    node: Node, faulty: FaultyBackend, executor: GpuExecutor
 ) -> None:
-    agent = node.serving()
+    agent, hang = node.serving(), threading.Event()
     await agent.__aenter__()
     trainer = await trainer_under_plan(node)
-    with faulty.during(reset_clock=hang), hang.noticed(), pytest.raises(RecordError, match="not closed yet"):
+    executor.timeout_s = 0.0
+    with faulty.during(reset_clock=hang), pytest.raises(RecordError, match="not closed yet"):
         await agent.__aexit__(None, None, None)
     assert node.records, "for the next agent"
     hang.set()
@@ -260,4 +212,13 @@ async def test_an_unexpected_error_in_a_session_restores_its_gpu_and_then_the_ra
             patch.setattr(Session, "handle", fail)
             await has_failed(node)
         assert node.gpu.sm_clock_mhz() == STOCK_MHZ
-        await comes_back(node, trainer)
+        measured = len(node.inbox.all("telemetry"))
+        await node.coordinator.until(
+            lambda inbox: (  # it may have failed again meanwhile
+                len(inbox.all("rank_joined")) > len(inbox.all("rank_left"))
+                and len(inbox.all("telemetry")) > measured + 2
+            ),
+            "the rank's coming back",
+        )
+        await node.hold(trainer, 2)
+        await trainer.stop()

@@ -105,8 +105,11 @@ class Agent:
             await asyncio.wait_for(task, 5)
 
 
+Coordinators = list[CoordinatorStub]
+
+
 @pytest.fixture
-async def coordinators(start: Start) -> list[CoordinatorStub]:
+async def coordinators(start: Start) -> Coordinators:
     """Two of a fleet, by slot."""
     inboxes = [Inbox(slot=slot, slot_count=2) for slot in range(2)]
     found = [await start(inbox) for inbox in inboxes]
@@ -134,7 +137,7 @@ def heard(coordinator: CoordinatorStub) -> list[tuple[str, str, int]]:
 
 @pytest.mark.parametrize("first", [0, 1])
 async def test_each_slot_has_a_stream_and_a_sequence_of_its_own(
-    coordinators: list[CoordinatorStub], first: int
+    coordinators: Coordinators, first: int
 ) -> None:
     agent = Agent(address(coordinators[first]))
     ranks = [agent.join(rank) for rank in RANKS]
@@ -155,7 +158,7 @@ async def test_each_slot_has_a_stream_and_a_sequence_of_its_own(
     assert other.instance_id != own.instance_id
 
 
-async def test_leases_are_of_the_ranks_of_a_slot(coordinators: list[CoordinatorStub]) -> None:
+async def test_leases_are_of_the_ranks_of_a_slot(coordinators: Coordinators) -> None:
     agent = Agent(*map(address, coordinators))
     ranks = [agent.join(rank) for rank in RANKS]
     async with agent.running():
@@ -170,9 +173,7 @@ async def test_leases_are_of_the_ranks_of_a_slot(coordinators: list[CoordinatorS
         assert agent.uplink.describe().startswith("connected for 1 of 2 slots of jobs")
 
 
-async def test_what_was_kept_before_the_first_welcome_goes_to_its_slot(
-    coordinators: list[CoordinatorStub],
-) -> None:
+async def test_what_was_kept_before_the_first_welcome_goes_to_its_slot(coordinators: Coordinators) -> None:
     agent = Agent(address(coordinators[0]))
     for rank in RANKS:
         agent.join(rank)
@@ -217,7 +218,7 @@ async def test_what_is_stored_already_is_not_sent_again_when_jobs_are_spread_ove
 
 
 async def test_a_stream_ends_with_the_last_rank_of_its_slot_once_all_is_acknowledged(
-    coordinators: list[CoordinatorStub],
+    coordinators: Coordinators,
 ) -> None:
     agent = Agent(address(coordinators[0]))
     inbox = coordinators[1].inbox
@@ -244,24 +245,7 @@ async def test_a_stream_ends_with_the_last_rank_of_its_slot_once_all_is_acknowle
         assert not coordinators[0].inbox.all("goodbye")
 
 
-async def test_a_slot_s_stream_follows_a_takeover(coordinators: list[CoordinatorStub], start: Start) -> None:
-    agent = Agent(address(coordinators[0]))
-    rank = agent.join(RANKS[1])
-    async with agent.running():
-        await until(lambda: rank.has_seen(Connected), "connected")
-        old = coordinators[1].inbox
-        (hello,) = old.all("hello")
-        successor = await start(Inbox(slot=1, slot_count=2))
-        coordinators[0].inbox.addresses[1] = address(successor)
-        await coordinators[1].stop()
-        agent.send(telemetry(RANKS[1]))
-        await successor.until(lambda inbox: bool(inbox.all("telemetry")), "telemetry at the successor")
-        (again,) = successor.inbox.all("hello")
-        assert again.hello.instance_id == hello.hello.instance_id
-        assert again.hello.slot == 1
-
-
-async def test_a_fleet_with_another_number_of_slots_is_an_error(coordinators: list[CoordinatorStub]) -> None:
+async def test_a_fleet_with_another_number_of_slots_is_an_error(coordinators: Coordinators) -> None:
     agent = Agent(address(coordinators[0]))
     async with agent.running():
         with capture_logs() as logs:
@@ -272,7 +256,7 @@ async def test_a_fleet_with_another_number_of_slots_is_an_error(coordinators: li
 
 
 async def test_power_is_reported_to_the_coordinator_of_a_gpu_s_job_or_else_to_the_first(
-    tmp_path: Path, gpu: EmulatedGpu, coordinators: list[CoordinatorStub]
+    tmp_path: Path, gpu: EmulatedGpu, coordinators: Coordinators
 ) -> None:
     own = slot_of("job", 2)
     there, here = coordinators[own], coordinators[1 - own]
@@ -305,7 +289,7 @@ async def test_power_is_reported_to_the_coordinator_of_a_gpu_s_job_or_else_to_th
         await there.until(lambda inbox: bool(inbox.all("rank_left")), "left")
 
 
-async def test_a_rank_whose_trainer_has_gone_opens_no_stream(coordinators: list[CoordinatorStub]) -> None:
+async def test_a_rank_whose_trainer_has_gone_opens_no_stream(coordinators: Coordinators) -> None:
     agent = Agent(address(coordinators[0]))
     first = agent.join(RANKS[0])
     async with agent.running():
@@ -316,7 +300,7 @@ async def test_a_rank_whose_trainer_has_gone_opens_no_stream(coordinators: list[
 
 
 async def test_a_trainer_hears_of_a_lasting_refusal_and_its_end_and_a_jobs_first_one_of_its_saving(
-    coordinators: list[CoordinatorStub],
+    coordinators: Coordinators,
 ) -> None:
     agent = Agent(address(coordinators[0]))
     first, second = RANKS[0], Rank(RANKS[0].job_id, 1, 0, 0)
@@ -345,7 +329,7 @@ async def test_a_trainer_hears_of_a_lasting_refusal_and_its_end_and_a_jobs_first
 
 
 async def test_messages_go_to_their_rank_and_an_offer_to_one_that_is_not_served_is_refused(
-    coordinators: list[CoordinatorStub],
+    coordinators: Coordinators,
 ) -> None:
     agent = Agent(address(coordinators[0]))
     rank = agent.join(RANKS[0])

@@ -1,8 +1,6 @@
 """Messages to a coordinator that comes and goes, on real streams."""
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 
 import pytest
 from structlog.testing import capture_logs
@@ -23,6 +21,7 @@ from perseus.tls.channels import Channels
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import rank_pb2
 from tests.agent.coordinator_stub import CoordinatorStub, Inbox, coordinating, until
+from tests.agent.stream.test_connection import running
 
 RANK = Rank("job", 0, 0, 0)
 TELEMETRY = Telemetry(RANK, (), (), None, None)
@@ -67,16 +66,6 @@ async def server() -> AsyncIterator[CoordinatorStub]:
         yield server
 
 
-@asynccontextmanager
-async def running(agent: Agent) -> AsyncIterator[None]:
-    task = asyncio.create_task(agent.coordinator.run())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
 def output(server: CoordinatorStub) -> list[str | None]:
     names = [request.WhichOneof("message") for request in server.inbox.heard]
     return [name for name in names if name != "heartbeat"]
@@ -89,7 +78,7 @@ async def test_messages_without_a_stream_are_kept_or_dropped(server: Coordinator
     agent.coordinator.send(REPORT)
     agent.coordinator.send(rank_left(RANK, RankLeftReason.FINISHED))
     agent.coordinator.send_next([REPORT])
-    async with running(agent):
+    async with running(agent.coordinator):
         await server.until(lambda inbox: inbox.acknowledged_sequence == 1, "telemetry")
         assert output(server) == ["hello", "rank_left", "gpu_error", "plan_in_force", "telemetry"]
         agent.coordinator.send(rank_left(RANK, RankLeftReason.FINISHED))
@@ -101,7 +90,7 @@ async def test_messages_without_a_stream_are_kept_or_dropped(server: Coordinator
 
 async def test_unacknowledged_telemetry_is_resent_on_the_next_stream(server: CoordinatorStub) -> None:
     agent = Agent(f"127.0.0.1:{server.port}")
-    async with running(agent):
+    async with running(agent.coordinator):
         await until(lambda: agent.coordinator.is_connected, "connected")
         agent.coordinator.send(TELEMETRY)
         await server.until(lambda inbox: inbox.acknowledged_sequence == 1, "acknowledged")
@@ -122,7 +111,7 @@ async def test_messages_go_to_their_ranks_and_others_are_logged(server: Coordina
     agent = Agent(f"127.0.0.1:{server.port}")
     refused = wire.RankRefused(job_id="job", rank=rank_pb2.RankCoordinates(), reason="R", message="why")
     with capture_logs() as logs:
-        async with running(agent):
+        async with running(agent.coordinator):
             await until(lambda: agent.coordinator.is_connected, "connected")
             server.send(wire.ConnectResponse(drain=wire.Drain(reason="an update")))
             server.send(wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=9)))
@@ -146,7 +135,7 @@ async def test_refused_telemetry_is_dropped_counted_and_logged_once(
 ) -> None:
     agent = Agent(f"127.0.0.1:{server.port}")
     with capture_logs() as logs:
-        async with running(agent):
+        async with running(agent.coordinator):
             await until(lambda: agent.coordinator.is_connected, "connected")
             server.inbox.acknowledges = False
             for _ in range(3):

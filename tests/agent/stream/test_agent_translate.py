@@ -1,5 +1,5 @@
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -104,6 +104,8 @@ def test_rows_of_an_irregular_iteration_are_not_short() -> None:
 
 def test_rows_become_columns() -> None:
     sample = EnergySample(Kind.FORWARD, 1, None, 4, 0.05, 0.001, 20.0, 0.5)
+    estimate = EnergyEstimate(3, 2, (sample,), 100.0, 2.0, 12, 1)
+    statistics = ClockStatistics(3, 40, 64, 2, 1, 4.0, 3.5, 0.012, 0.001, 0.0004, 5)
     telemetry = Telemetry(
         RANK,
         (
@@ -114,8 +116,8 @@ def test_rows_become_columns() -> None:
             ComputationRow(7, F0, 0.1, 0.05, 1410),
             ComputationRow(7, Computation(Kind.BACKWARD, 2, 1), 0.2, 0.1, None),
         ),
-        EnergyEstimate(3, 2, (sample,), 100.0, 2.0, 12, 1),
-        ClockStatistics(3, 40, 64, 2, 1, 4.0, 3.5, 0.012, 0.001, 0.0004, 5),
+        estimate,
+        statistics,
         GpuLimits(250.0, (3,)),
         ForeignClock(705, None),
     )
@@ -147,38 +149,8 @@ def test_rows_become_columns() -> None:
             duration_s=[0.05, 0.1],
             clock_mhz=[1410, 0],
         ),
-        energy=wire.EnergyEstimate(
-            plan_version=3,
-            iteration_count=2,
-            samples=[
-                wire.EnergySample(
-                    kind=WIRE_F0.kind,
-                    chunk=1,
-                    computation_count=4,
-                    time_s=0.05,
-                    time_se_s=0.001,
-                    energy_j=20.0,
-                    energy_se_j=0.5,
-                )
-            ],
-            blocking_power_w=100.0,
-            blocking_power_se_w=2.0,
-            window_count=12,
-            discarded_window_count=1,
-        ),
-        clocks=clock_statistics_pb2.ClockStatistics(
-            plan_version=3,
-            set_count=40,
-            computation_count=64,
-            late_raise_count=2,
-            missed_count=1,
-            computation_time_s=4.0,
-            on_clock_time_s=3.5,
-            set_latency_s=0.012,
-            margin_s=0.001,
-            prediction_error_s=0.0004,
-            set_latency_count=5,
-        ),
+        energy=wire.EnergyEstimate(**asdict(estimate)),
+        clocks=clock_statistics_pb2.ClockStatistics(**asdict(statistics)),
         gpu_limits=wire.GpuLimits(power_limit_w=250.0, workload_power_profiles=[3]),
         foreign_clock=rank_pb2.ForeignClock(clock_mhz=705),
     )

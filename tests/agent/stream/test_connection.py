@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 
 from perseus.agent.rank.messages import AgentIdentity, Incoming, TelemetryAck, Welcome
 from perseus.agent.stream.connection import Connection
+from perseus.agent.stream.coordinator import Coordinator
 from perseus.agent.stream.translate import PROTOCOL_VERSION
 from perseus.service.api.elsewhere import Elsewhere
 from perseus.service.domain.members import Fleet, Member, Slot
@@ -91,7 +92,7 @@ async def serving(*scripts: Script) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def running(connection: Connection) -> AsyncIterator[None]:
+async def running(connection: Connection | Coordinator) -> AsyncIterator[None]:
     task = asyncio.create_task(connection.run())
     try:
         yield

@@ -64,18 +64,6 @@ async def test_a_job_is_registered_again_when_the_coordinator_does_not_know_it(
         await until(is_known, "the job registered")
 
 
-async def test_a_job_is_registered_as_soon_as_there_is_a_coordinator() -> None:
-    async with coordinating() as coordinator:
-        pass
-    registrar = Registrar(channels_of(coordinator))
-    outcome = await registrar.register("job", REGISTRATION)
-    assert isinstance(outcome, Unreachable)
-    assert f"127.0.0.1:{coordinator.port}: UNAVAILABLE" in outcome.message
-    async with coordinating(port=coordinator.port) as restarted:
-        registrar.rank_refused(UNKNOWN)
-        await registered(restarted)
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

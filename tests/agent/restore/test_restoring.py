@@ -1,3 +1,5 @@
+"""Records of changed GPUs, and their restoring by any agent."""
+
 import asyncio
 import fcntl
 import os
@@ -9,12 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from perseus.agent.gpu import (
     ClockNotSupportedError,
     Gpu,
     GpuDriverError,
     GpuError,
+    GpuInUseError,
     GpuLostError,
     GpuNotFoundError,
     GpuPermissionError,
@@ -27,6 +31,7 @@ from perseus.agent.restore import guarded as guarding
 from perseus.agent.restore.guarded import GuardedGpu
 from perseus.agent.restore.records import ClockRange, Record, RecordFolder
 from perseus.agent.restore.restorer import Restoration, Restorer
+from tests.agent.coordinator_stub import until
 from tests.agent.fake_gpu import FakeGpu
 from tests.agent.other_users import NOBODY, needs_root, passable_folder, start_as
 
@@ -63,11 +68,11 @@ def test_a_record_is_on_disk_before_the_first_change_and_gone_after_the_reset(fo
             super()._set(target_mhz)
 
     gpu = Witness()
-    guarded: Gpu = GuardedGpu(gpu, folder, None)
+    guarded: Gpu = GuardedGpu(gpu, folder, ClockRange(600, 1400))
     guarded.set_clock_mhz(1200)
     guarded.set_clock_mhz(1000)
     guarded.reset_clock()
-    assert gpu.sets == [1200, 1000, None]
+    assert gpu.sets == [1200, 1000, 1400], "back to an operator's lock"
     assert list(folder.path.iterdir()) == []
     guarded.set_clock_mhz(1200)
     assert folder.gpu_uuids() == [UUID]
@@ -79,14 +84,6 @@ def test_a_gpu_that_was_not_changed_is_not_reset(folder: RecordFolder) -> None:
     GuardedGpu(gpu, folder, ClockRange(600, 1200)).reset_clock()
     assert gpu.sets == []
     assert not folder.path.exists()
-
-
-def test_a_gpu_returns_to_an_operators_lock(folder: RecordFolder) -> None:
-    gpu = FakeGpu()
-    guarded = GuardedGpu(gpu, folder, ClockRange(600, 1200))
-    guarded.set_clock_mhz(1000)
-    guarded.reset_clock()
-    assert gpu.sets == [1000, 1200]
 
 
 def test_a_record_is_never_overwritten(folder: RecordFolder) -> None:
@@ -176,31 +173,6 @@ def test_a_briefly_held_record_is_waited_for(folder: RecordFolder) -> None:
     assert restore_found(folder, lambda _: FakeGpu(), timeout_s=10.0) == [Restoration(UUID, None)]
 
 
-def test_each_record_is_restored_independently_of_the_others(folder: RecordFolder) -> None:
-    gpu = FakeGpu()
-    mistake: Exception = RuntimeError("a mistake of ours")
-
-    def open_gpu(uuid: str) -> Gpu:
-        if uuid == "GPU-gone":
-            raise GpuNotFoundError(uuid)
-        if uuid == "GPU-error":
-            raise mistake
-        return gpu
-
-    for uuid in (UUID, "GPU-gone", "GPU-error"):
-        leave_behind(folder, uuid=uuid)
-    (folder.path / "README").write_text("not a record")
-    done = restore_found(folder, open_gpu)
-    assert {each.gpu_uuid: type(each.error) for each in done} == {
-        UUID: type(None),
-        "GPU-gone": GpuNotFoundError,
-        "GPU-error": RuntimeError,
-    }
-    assert folder.gpu_uuids() == ["GPU-error", "GPU-gone"]
-    mistake = GpuNotFoundError("held by nobody")
-    assert len(restore_found(folder, open_gpu)) == 2, "the records are released"
-
-
 @pytest.mark.parametrize("uuid", ["../GPU-0", "", ".hidden", "a/b"])
 def test_a_uuid_names_a_file_in_the_folder_or_nothing(folder: RecordFolder, uuid: str) -> None:
     with pytest.raises(RecordError, match="expected a UUID"):
@@ -264,6 +236,7 @@ def test_foreign_files_in_a_records_place_neither_count_nor_block(
     folder: RecordFolder, put: Callable[[Path], object]
 ) -> None:
     leave_behind(folder, uuid="GPU-good")
+    (folder.path / "README").write_text("not a record")
     put(folder.path / f"{UUID}.json")
     opened: list[str] = []
 
@@ -272,6 +245,7 @@ def test_foreign_files_in_a_records_place_neither_count_nor_block(
         return FakeGpu()
 
     done = {each.gpu_uuid: each.error for each in restore_found(folder, open_gpu)}
+    assert done.keys() == {UUID, "GPU-good"}
     assert isinstance(done[UUID], RecordError)
     assert f"{UUID}.json" in str(done[UUID])
     assert str(done[UUID]).isprintable()
@@ -319,7 +293,7 @@ def test_another_users_lock_does_not_block_restoring(passable: Path) -> None:
     path = folder.path / f"{UUID}.json"
 
     def other_user() -> subprocess.Popen[str]:
-        return start_as(NOBODY, "tests.agent.restore.test_records", "hold", [str(path)])
+        return start_as(NOBODY, "tests.agent.restore.test_restoring", "hold", [str(path)])
 
     with other_user() as refused:
         assert refused.stdout is not None
@@ -336,3 +310,151 @@ def test_another_users_lock_does_not_block_restoring(passable: Path) -> None:
         assert gpu.sets == [None]
         holder.stdin.close()
     assert folder.gpu_uuids() == []
+
+
+# --- A running agent restores the GPUs of dead ones ---------------------------------------------------------
+
+
+@pytest.fixture
+def leftover(folder: RecordFolder) -> RecordFolder:
+    """With a dead agent's record."""
+    leave_behind(folder)
+    return folder
+
+
+def restorer(records: RecordFolder, *answers: FakeGpu | Exception) -> Restorer:
+    """Return a restorer whose GPU opens with the answers in order, and then repeats the last."""
+    left = list(answers)
+
+    def open_gpu(uuid: str) -> Gpu:
+        answer = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return Restorer(records, open_gpu, GpuExecutor(), retry_s=0.0)
+
+
+async def test_restoring_is_retried_until_it_succeeds_after_bugs_too(leftover: RecordFolder) -> None:
+    gpu = FakeGpu()
+    restoring = restorer(leftover, GpuDriverError("not yet"), RuntimeError("a mistake"), gpu)
+    await restoring.restore_all()
+    assert gpu.sets == [None]
+    assert leftover.gpu_uuids() == []
+    assert restoring.restore_counts == {UUID: 1}
+    assert restoring.not_restored == set()
+
+
+async def test_a_missing_gpu_is_logged_once_and_keeps_its_record(leftover: RecordFolder) -> None:
+    restoring = restorer(leftover, GpuDriverError("not yet"), GpuLostError("fell off the bus"))
+    with capture_logs() as logs, pytest.raises(RecordError, match="fell off the bus"):
+        await restoring.restore_all()
+    assert restoring.not_restored == {UUID}
+    assert restoring.restore_counts == {}
+    assert [(line["event"], line["reason"]) for line in logs] == [
+        ("GPU not restored", "not yet"),
+        ("GPU not restored", "fell off the bus"),
+    ]
+    assert leftover.gpu_uuids() == [UUID]
+
+
+async def test_a_gpu_that_somebody_else_brings_back_is_no_longer_missed(leftover: RecordFolder) -> None:
+    restoring = restorer(leftover, GpuLostError("fell off the bus"))
+    with pytest.raises(RecordError, match="fell off the bus"):
+        await restoring.restore_all()
+    (leftover.path / f"{UUID}.json").unlink()
+    await restoring.restore_all()
+    assert restoring.not_restored == set()
+
+
+async def test_another_agents_gpu_is_not_waited_for(leftover: RecordFolder) -> None:
+    await restorer(leftover, GpuNotFoundError("no such GPU")).restore_all()
+    assert leftover.gpu_uuids() == [UUID]
+
+
+async def test_a_folder_that_can_not_be_read_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RecordError, match="can't be read"):
+        await restorer(RecordFolder(tmp_path / "file"), FakeGpu()).restore_all()
+
+
+async def test_a_served_gpu_is_skipped_until_it_is_given_back(leftover: RecordFolder) -> None:
+    gpu = FakeGpu()
+    restoring = restorer(leftover, gpu)
+    assert await restoring.take(UUID, lambda _: gpu) is gpu
+    assert restoring.is_taken(UUID)
+    with pytest.raises(GpuInUseError, match="still being served"):
+        await restoring.take(UUID, lambda _: gpu)
+    with pytest.raises(RecordError, match="not closed yet"):
+        await restoring.restore_all()
+    assert gpu.sets == []
+    await restoring.give_back(UUID, gpu.close)
+    assert not restoring.is_taken(UUID)
+    await restoring.restore_all()
+    assert gpu.sets == [None]
+
+
+@pytest.mark.parametrize("error", [GpuLostError("gone"), RuntimeError("a mistake of ours")])
+async def test_a_gpu_that_can_not_be_opened_is_not_taken(leftover: RecordFolder, error: Exception) -> None:
+    def fail(uuid: str) -> Gpu:
+        raise error
+
+    restoring = restorer(leftover, FakeGpu())
+    with pytest.raises(type(error)):
+        await restoring.take(UUID, fail)
+    assert not restoring.is_taken(UUID)
+
+
+async def test_a_gpu_that_can_not_be_closed_is_given_back(leftover: RecordFolder) -> None:
+    def fail() -> None:
+        raise GpuLostError("gone")
+
+    restoring = restorer(leftover, gpu := FakeGpu())
+    await restoring.take(UUID, lambda _: gpu)
+    with pytest.raises(GpuLostError):
+        await restoring.give_back(UUID, fail)
+    assert not restoring.is_taken(UUID)
+
+
+async def test_gpus_are_restored_time_and_again_while_another_hangs(leftover: RecordFolder) -> None:
+    leftover.write(Record("GPU-hung", None)).release()
+    hang, hung, gpu = threading.Event(), FakeGpu(), FakeGpu()
+
+    def open_gpu(uuid: str) -> Gpu:
+        if uuid == "GPU-hung":
+            hang.wait()
+            return hung
+        return gpu
+
+    restoring = Restorer(leftover, open_gpu, GpuExecutor(timeout_s=0.5), retry_s=0.01)
+    keeping = asyncio.create_task(restoring.keep_restoring())
+    await until(lambda: gpu.sets == [None], "the other's restoring")
+    assert await restoring.take(UUID, lambda _: gpu) is gpu, "and from being served"
+    await restoring.give_back(UUID, gpu.close)
+    leftover.write(Record(UUID, None)).release()
+    await until(lambda: gpu.sets == [None, None], "the other's restoring again")
+    with pytest.raises(RecordError, match=r"GPU GPU-hung: expected the driver to answer within 0\.5 s"):
+        await restoring.restore_all()
+    hang.set()
+    await until(lambda: hung.sets == [None], "the restoring of the GPU that hung")
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_a_gpu_is_opened_only_when_nothing_is_being_restored(leftover: RecordFolder) -> None:
+    gpu = FakeGpu()
+    gpu.permit.clear()
+    restoring = restorer(leftover, gpu)
+    restored = asyncio.create_task(restoring.restore_all())
+    assert await asyncio.to_thread(gpu.begun.acquire, timeout=10)
+
+    def open_gpu(uuid: str) -> Gpu:
+        assert gpu.sets == [None]
+        return gpu
+
+    taken = asyncio.create_task(restoring.take(UUID, open_gpu))
+    await asyncio.sleep(0)
+    assert restoring.is_taken(UUID), "from the request on"
+    gpu.permit.set()
+    assert await taken is gpu
+    await restored

@@ -92,22 +92,6 @@ def test_the_user_of_a_grant(line: str, user: User, is_theirs: bool) -> None:
     assert grant.is_for(user) is is_theirs
 
 
-@pytest.mark.parametrize(
-    ("line", "covers"),
-    [
-        ("a: 1", True),
-        ("a: 01", True),
-        ("a: GPU-b", True),
-        ("a: all", True),
-        ("a: 0", False),
-        ("a: GPU-", False),
-    ],
-)
-def test_which_gpus_a_grant_covers(line: str, covers: bool) -> None:
-    (grant,) = parse(line)
-    assert grant.covers("GPU-b", 1) is covers
-
-
 def test_labels_may_be_mixed_with_gpus() -> None:
     (grant,) = parse("bob: 2 slurm-job=17 GPU-a slurm-account=physics.ml  # why")
     assert grant == Grant(
@@ -128,11 +112,13 @@ GPU = ("GPU-b", 1)
         ("alice: 1", (), Allowed(is_granted=True)),
         ("alice: 1", ("/x: line 1",), Allowed(is_granted=True)),
         ("alice: all", (), Allowed(is_granted=True)),
+        ("alice: 01", (), Allowed(is_granted=True)),
         ("alice: 0\nalice: GPU-b", (), Allowed(is_granted=True)),
         ("alice: 1\nbob: 1", (), Allowed(is_granted=True)),
         ("alice: 1 job=7\nalice: 0 job=8\nbob: 1 job=9", (), Allowed(True, labels=(("job", "7"),))),
         ("alice: 1 job=7 a=b\nalice: all job=8", (), Allowed(True, labels=(("a", "b"), ("job", "8")))),
         ("alice: 0", (), NOT_GRANTED),
+        ("alice: GPU-", (), NOT_GRANTED),
         ("bob: 1", (), NOT_GRANTED),
         ("bob: GPU-b", (), NOT_GRANTED),
         ("bob: 0", (), None),

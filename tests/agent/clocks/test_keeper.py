@@ -334,16 +334,9 @@ def test_nothing_is_predicted_from_a_single_iteration() -> None:
     assert list(timetable.after_begin(0, end_s)) == [Prediction(1, end_s, None)], "it may end at once"
 
 
-def test_predictions_start_at_the_mark_and_are_cyclic() -> None:
+def test_an_iteration_is_predicted_from_its_begin() -> None:
     timetable = Timetable(3)
     run(timetable, run(timetable, run(timetable, 0.0)))
-    timetable.begin(1, 100.0)
-    assert list(islice(timetable.after_begin(1, 100.0), 3)) == [
-        Prediction(2, 102.5, 105.5),
-        Prediction(3, 106.0, 107.0),
-        Prediction(4, 107.5, 109.5),
-    ]
-    assert list(islice(timetable.after_end(1, 200.0), 1)) == [Prediction(2, 200.5, 203.5)]
     assert list(islice(timetable.from_start(300.0), 2)) == [
         Prediction(0, 300.0, 301.0),
         Prediction(1, 301.5, 303.5),

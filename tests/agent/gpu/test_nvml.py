@@ -88,7 +88,6 @@ def power_field(code: int, milliwatts: int = 0) -> list[SimpleNamespace]:
     [
         ("set_clock_mhz", (1725,), None, ("nvmlDeviceSetGpuLockedClocks", "handle", 1725, 1725), None),
         ("reset_clock", (), None, ("nvmlDeviceResetGpuLockedClocks", "handle"), None),
-        ("lock_range", (600, 1200), None, ("nvmlDeviceSetGpuLockedClocks", "handle", 600, 1200), None),
         ("total_energy_j", (), 1234567, ("nvmlDeviceGetTotalEnergyConsumption", "handle"), 1234.567),
         ("sm_clock_mhz", (), 1410, ("nvmlDeviceGetClockInfo", "handle", pynvml.NVML_CLOCK_SM), 1410),
         (

@@ -105,11 +105,6 @@ def test_a_truncated_packet_is_refused(message: Message, data: st.DataObject) ->
         decode(packet[: data.draw(st.integers(0, len(packet) - 1))])
 
 
-def test_marks_are_small() -> None:
-    mark = ComputationMark(Edge.BEGIN, 3, 1, Computation(Kind.FORWARD, 0), 12)
-    assert len(encode(mark)) == 32
-
-
 def test_a_registration_with_long_orders_fits_a_packet() -> None:
     computation = {"kind": 1, "microbatch": 1023, "chunk": 3}
     registration = Registration({"stages": [[computation] * 1024] * 16}, "request", "fingerprint")

@@ -180,21 +180,15 @@ def test_names_from_trainers_create_no_series() -> None:
 # --- Files that map jobs for dcgm-exporter ------------------------------------------------------------------
 
 
-def test_files_of_other_programs_stay(tmp_path: Path) -> None:
-    (tmp_path / "0").write_text("4711\n")
+def test_files_of_a_dead_agent_are_removed_and_those_of_other_programs_stay(tmp_path: Path) -> None:
     mapping = JobMapping(tmp_path)
-    mapping.enter(0, "job")
-    assert (tmp_path / "0").read_text() == "4711\n"
-    mapping.leave(0)
-    assert (tmp_path / "0").read_text() == "4711\n"
-
-
-def test_files_of_a_dead_agent_are_removed(tmp_path: Path) -> None:
     for gpu_index in (3, 4):
-        JobMapping(tmp_path).enter(gpu_index, "job")
+        mapping.enter(gpu_index, "job")
     (tmp_path / "4").write_text("4711\n")  # now the batch system's
+    mapping.enter(4, "job")
+    mapping.leave(4)
     JobMapping(tmp_path).clear()
-    assert [path.name for path in tmp_path.iterdir()] == ["4"]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"4": "4711\n"}
 
 
 @pytest.mark.parametrize("job_id", ['a"b', "a\nb", "a\\b", "../a", "", "a" * 64, "ä", "A B"])

@@ -252,14 +252,12 @@ def test_a_set_that_keeps_failing_is_reported(resets_succeed: bool) -> None:
 
 
 def test_a_failed_set_does_not_delay_the_next() -> None:
-    gpu = FailingGpu(UNKNOWN, 1)
-    worker, _ = started(gpu, Clock())
+    worker, results = started(gpu := FailingGpu(UNKNOWN, 1), Clock())
     worker.request(1200)
-    while gpu.times:
-        time.sleep(0.001)
+    results.take(1)
     worker.request(STOCK)
     worker.close()
-    assert gpu.sets[-1] is STOCK
+    assert gpu.sets == [STOCK]
 
 
 @pytest.mark.parametrize("error", [GpuPermissionError("no"), GpuLostError("gone"), RuntimeError("a mistake")])

@@ -29,8 +29,6 @@ from tests.agent.coordinator_stub import until
 from tests.agent.sidecar.training import STOCK_MHZ, UUID, Node, Trainer
 
 OTHER_UUID, OTHER_MHZ = "GPU-1", A100_SXM.clocks_mhz[5]
-LOST = GpuLostError("gone")
-
 
 Fault = Exception | list[Exception] | threading.Event
 
@@ -196,7 +194,7 @@ async def test_an_unexpected_error_on_opening_leaves_the_gpu_free(node: Node, fa
         await trainer.stop()
 
 
-async def test_an_unexpected_error_in_a_session_restores_its_gpu_and_then_the_rank(
+async def test_an_unexpected_error_in_a_session_restores_its_gpu_and_once_it_opens_the_rank(
     node: Node, faulty: FaultyBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = Session.handle
@@ -208,9 +206,10 @@ async def test_an_unexpected_error_in_a_session_restores_its_gpu_and_then_the_ra
 
     async with node.serving():
         trainer = await trainer_under_plan(node)
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, faulty.during(open=GpuLostError("gone")):
             patch.setattr(Session, "handle", fail)
             await has_failed(node)
+            assert (await node.hears("gpu_error")).message == "gone"
         assert node.gpu.sm_clock_mhz() == STOCK_MHZ
         measured = len(node.inbox.all("telemetry"))
         await node.coordinator.until(

@@ -9,7 +9,6 @@ import os
 import socket
 import threading
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -32,6 +31,7 @@ from perseus.gpu import GpuPermissionError, RecordError
 from perseus.serving import controller, savings
 from perseus.serving.errors import ServingError
 from tests.agent.coordinator_stub import until
+from tests.agent.sidecar.test_agent_metrics import get
 from tests.agent.sidecar.training import STOCK_MHZ, settings
 from tests.ports import free_port
 from tests.serving.profiles import measured, model
@@ -144,7 +144,7 @@ async def test_what_the_agent_answers_about_its_instances(tmp_path: Path, gpu: E
         assert [row["clock_mhz"] for row in found["clocks"]][-1] == STOCK_MHZ
         assert found["savings"]["saving"] is None
         assert found["savings"]["generation_tokens"] > 0
-        metrics = await asyncio.to_thread(_metrics, port)
+        _, metrics = await asyncio.to_thread(get, f"http://127.0.0.1:{port}/metrics")
         assert 'perseus_instance_controlled{engine="chat"} 1.0' in metrics
         assert 'perseus_instance_requests{engine="chat",state="running"} 8.0' in metrics
         assert 'perseus_instance_attainment_ratio{engine="chat",objective="itl"} 1.0' in metrics
@@ -158,11 +158,6 @@ async def test_what_the_agent_answers_about_its_instances(tmp_path: Path, gpu: E
     async with running(tmp_path, gpu):  # a new agent goes on from there
         (found,) = await asyncio.to_thread(ask_instances, socket, 60.0)
         assert found["savings"]["generation_tokens"] >= tokens
-
-
-def _metrics(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
-        return str(answer.read().decode())
 
 
 async def test_stock_is_measured_and_no_saving_ends_control(

@@ -96,7 +96,6 @@ async def test_a_trainer_in_another_time_namespace_is_refused_with_the_reason(tm
         assert "found one that is 5 s behind it" in text
         assert "must be in one time namespace" in text
         assert (await trainer_output(tmp_path, in_time_namespace(0, []))).endswith("connected\n")
-        assert (await trainer_output(tmp_path, [])).endswith("connected\n")
 
 
 @pytest.mark.parametrize(

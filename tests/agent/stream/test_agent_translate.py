@@ -106,12 +106,14 @@ def test_rows_become_columns() -> None:
     sample = EnergySample(Kind.FORWARD, 1, None, 4, 0.05, 0.001, 20.0, 0.5)
     estimate = EnergyEstimate(3, 2, (sample,), 100.0, 2.0, 12, 1)
     statistics = ClockStatistics(3, 40, 64, 2, 1, 4.0, 3.5, 0.012, 0.001, 0.0004, 5)
+    iterations = (
+        IterationRow(7, 3, 0.8, 240.0, True, 0),
+        IterationRow(8, 3, 0.9, 250.0, False, 0x40, 5.0, 600.0, 0.01, 1100, 1.25, True),
+    )
+    columns = {name: [asdict(row)[name] for row in iterations] for name in asdict(iterations[0])}
     telemetry = Telemetry(
         RANK,
-        (
-            IterationRow(7, 3, 0.8, 240.0, True, 0),
-            IterationRow(8, 3, 0.9, 250.0, False, 0x40, 5.0, 600.0, 0.01, 1100, relative_work=1.25),
-        ),
+        iterations,
         (
             ComputationRow(7, F0, 0.1, 0.05, 1410),
             ComputationRow(7, Computation(Kind.BACKWARD, 2, 1), 0.2, 0.1, None),
@@ -127,19 +129,7 @@ def test_rows_become_columns() -> None:
         job_id="job",
         rank=COORDINATES,
         dropped_batch_count=2,
-        iterations=wire.IterationColumns(
-            iteration=[7, 8],
-            plan_version=[3, 3],
-            duration_s=[0.8, 0.9],
-            energy_j=[240.0, 250.0],
-            is_regular=[True, False],
-            clock_event_reasons=[0, 0x40],
-            gap_time_s=[0.0, 5.0],
-            gap_energy_j=[0.0, 600.0],
-            gap_slowed_time_s=[0.0, 0.01],
-            relative_work=[0.0, 1.25],
-            capped_clock_mhz=[0, 1100],
-        ),
+        iterations=wire.IterationColumns(**columns),
         computations=wire.ComputationColumns(
             iteration=[7, 7],
             kind=[WIRE_F0.kind, computation_pb2.COMPUTATION_KIND_BACKWARD],

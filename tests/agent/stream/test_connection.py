@@ -18,8 +18,6 @@ from perseus.agent.rank.messages import AgentIdentity, Incoming, TelemetryAck, W
 from perseus.agent.stream.connection import Connection
 from perseus.agent.stream.coordinator import Coordinator
 from perseus.agent.stream.translate import PROTOCOL_VERSION
-from perseus.service.api.elsewhere import Elsewhere
-from perseus.service.domain.members import Fleet, Member, Slot
 from perseus.service.domain.messages import time_to_proto
 from perseus.tls.channels import Channels
 from perseus.tls.tokens import TokenSource
@@ -225,51 +223,47 @@ async def test_unknown_messages_of_a_newer_coordinator_are_refused() -> None:
     assert "99: expected a message of protocol version 1, found field 99" in output
 
 
-async def test_the_latest_commit_marker_is_sent_on_the_next_stream() -> None:
-    output: list[str] = []
+async def hellos(
+    count: int, respond: Callable[[int], list[wire.ConnectResponse]], witness: Witness | None = None
+) -> list[wire.Hello]:
+    """Return the first hellos to a coordinator that responds so on the n-th stream, and ends it."""
+    heard: list[wire.Hello] = []
 
     async def script(requests: Requests) -> Responses:
-        output.append((await anext(requests)).hello.commit_marker)
-        yield welcome(9, commit_marker=f"w{len(output)}")
-        if len(output) == 1:
-            yield acknowledged(0, "a")
-        elif len(output) == 2:
-            # The offer is refused, but its marker counts.
-            yield wire.ConnectResponse(plan_offer=wire.PlanOffer(commit_marker="o", version=-1))
-            yield wire.ConnectResponse(heartbeat=wire.Heartbeat())
-        elif len(output) == 4:
-            yield acknowledged(0, "x" * 257)
+        heard.append((await anext(requests)).hello)
+        for response in respond(min(len(heard), count) - 1):
+            yield response
 
-    await converse(Witness(), lambda: len(output) >= 5, script)
-    assert output[:5] == ["", "a", "o", "w3", "w4"]
+    await converse(witness or Witness(), lambda: len(heard) >= count, script)
+    return heard[:count]
+
+
+async def test_the_latest_commit_marker_is_sent_on_the_next_stream() -> None:
+    further = [
+        [acknowledged(0, "a")],
+        # The offer is refused, but its marker counts.
+        [wire.ConnectResponse(plan_offer=wire.PlanOffer(commit_marker="o", version=-1)), acknowledged(0)],
+        [],
+        [acknowledged(0, "x" * 257)],
+        [],
+    ]
+    found = await hellos(5, lambda number: [welcome(9, commit_marker=f"w{number}"), *further[number]])
+    assert [hello.commit_marker for hello in found] == ["", "a", "o", "w2", "w3"]
 
 
 async def test_the_instance_key_is_sent_on_every_further_stream() -> None:
-    output: list[str] = []
-    reported = ["key", "", "x" * 257, "newer", ""]
-
-    async def script(requests: Requests) -> Responses:
-        output.append((await anext(requests)).hello.instance_key)
-        key = reported[min(len(output), len(reported)) - 1]
-        yield welcome(9, instance_key=key)
-
-    await converse(Witness(), lambda: len(output) >= 5, script)
-    assert output[:5] == ["", "key", "key", "key", "newer"]
+    keys = ["key", "", "x" * 257, "newer", ""]
+    found = await hellos(5, lambda number: [welcome(9, instance_key=keys[number])])
+    assert [hello.instance_key for hello in found] == ["", "key", "key", "key", "newer"]
 
 
 async def test_a_stream_stays_with_the_slot_of_its_first_welcome() -> None:
-    output: list[int | None] = []
-    slots = [(0, 0), (0, 1), (2, 3), (1, 3), (2, 3)]
-
-    async def script(requests: Requests) -> Responses:
-        hello = (await anext(requests)).hello
-        output.append(hello.slot if hello.HasField("slot") else None)
-        slot, slot_count = slots[min(len(output), len(slots)) - 1]
-        yield welcome(9, slot=slot, slot_count=slot_count)
-
-    witness = Witness()
-    await converse(witness, lambda: len(output) >= 6, script)
-    assert output[:6] == [None, None, None, 2, 2, 2], "a fleet with one slot needs no slot"
+    slots, witness = [(0, 0), (0, 1), (2, 3), (1, 3), (2, 3), (2, 3)], Witness()
+    found = await hellos(
+        6, lambda number: [welcome(9, slot=slots[number][0], slot_count=slots[number][1])], witness
+    )
+    expected = [None, None, None, 2, 2, 2]  # a fleet with one slot needs none
+    assert [each.slot if each.HasField("slot") else None for each in found] == expected
     welcomes = [each.slot for each in witness.seen if isinstance(each, Welcome)]
     assert welcomes[:4] == [0, 0, 2, 2], "the one for another slot is not accepted"
 
@@ -503,18 +497,3 @@ async def test_a_coordinator_from_which_another_has_taken_over_is_not_heeded() -
     assert [(each.reason, each.field, each.expected, each.found) for each in reported] == [
         ("LEASE_EPOCH_PASSED", "lease_epoch", "at least 4", "3")
     ]
-
-
-async def test_the_one_that_serves_is_found_from_one_that_is_gone_and_one_that_stands_by() -> None:
-    standby = grpc.aio.server()
-    port = standby.add_insecure_port("127.0.0.1:0")
-    async with serving(silent) as address:
-        fleet = Fleet(members=[Member("other", address)], slots=[Slot(0, "other", 1)])
-        standby.add_generic_rpc_handlers((Elsewhere(fleet),))
-        await standby.start()
-        witness = Witness()
-        channels = Channels(f"127.0.0.1:1,127.0.0.1:{port}")
-        async with running(Connection(channels, AGENT, witness, lambda: 1.0)):
-            await until(lambda: bool(witness.seen), "the welcome")
-            assert channels.address == address
-        await standby.stop(None)

@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -168,13 +168,12 @@ class _Attack:
                 witness = asyncio.create_task(self._witness(agent))
                 watching = asyncio.create_task(self._watch_memory())
                 keeping = asyncio.create_task(self._keep_job(Client(channel)))
-                work: list[Callable[[], Awaitable[None]]] = [
-                    lambda: self._send_bounds(channel),
-                    *[lambda: self._send_random(channel)] * 2,
-                    *[lambda: self._send_streams(channel, "random")] * 2,
-                    *[lambda: self._send_streams(channel, "order")] * 2,
-                ]
-                await asyncio.gather(*(each() for each in work))
+                bounds = self._bounds()
+                await asyncio.gather(
+                    *(self._send_bounds(channel, bounds) for _ in range(_SENDERS)),
+                    *(self._send_random(channel) for _ in range(2)),
+                    *(self._send_streams(channel, kind) for kind in ("random", "order") for _ in range(2)),
+                )
                 self._is_over.set()
                 await asyncio.gather(witness, watching, keeping)
 
@@ -224,13 +223,8 @@ class _Attack:
         self._outcome.sent[kind] += 1
         return True
 
-    async def _send_bounds(self, channel: grpc.aio.Channel) -> None:
+    async def _send_bounds(self, channel: grpc.aio.Channel, todo: Iterator[tuple[str, bytes]]) -> None:
         """Send every field of every request, then of every message of the stream, repeatedly."""
-        todo = self._bounds()
-        senders = (self._send_bounds_of(channel, todo) for _ in range(_SENDERS))
-        await asyncio.gather(*senders)
-
-    async def _send_bounds_of(self, channel: grpc.aio.Channel, todo: "Iterator[tuple[str, bytes]]") -> None:
         talking = _Talk(channel, self._note_end)
         for rpc, data in todo:
             if not self._may_send("bounds"):
@@ -241,7 +235,7 @@ class _Attack:
                 await self._call(channel, rpc, data)
         await talking.end()
 
-    def _bounds(self) -> "Iterator[tuple[str, bytes]]":
+    def _bounds(self) -> Iterator[tuple[str, bytes]]:
         for rpc, kind in self._methods.items():
             for message in messages.filled(partial(messages.valid, kind)):
                 yield rpc, message.SerializeToString()

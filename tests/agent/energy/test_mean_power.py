@@ -9,8 +9,7 @@ from perseus.agent.energy.mean_power import MeanPower
 
 def test_a_new_stopped_reset_or_missing_counter_yields_no_power() -> None:
     drawn = MeanPower()
-    first = {"still": (1.0, 50.0), "anew": (1.0, 50.0), "away": (1.0, 50.0)}
-    assert drawn.take(first) == {}, "nothing to compare with"
+    assert drawn.take({"still": (1.0, 50.0), "anew": (1.0, 50.0), "away": (1.0, 50.0)}) == {}
     assert drawn.take({"still": (1.0, 50.0), "anew": (2.0, 3.0)}) == {}
     found = drawn.take({"still": (3.0, 250.0), "anew": (3.0, 103.0), "away": (3.0, 250.0)})
     assert found == pytest.approx({"still": 100.0, "anew": 100.0})

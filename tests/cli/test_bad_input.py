@@ -1,7 +1,6 @@
 """Every anticipated mistake: one line with what, where, expected and found; and an exit code."""
 
 import contextlib
-import json
 import os
 import re
 import socket
@@ -9,7 +8,6 @@ import sqlite3
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,15 +27,6 @@ FILES: dict[str, str | bytes] = {
     "profile.csv": PROFILE,
     "two.csv": "\n".join([HEADER, *TWO_STAGES]),
     "huge.csv": PROFILE.replace("0.1,30", "0.1,1e308"),
-    "late.csv": PROFILE.replace("0.1,30", "1e308,30"),
-    "stage.csv": PROFILE.replace("0,forward,800", f"{HUGE},forward,800"),
-    "nan.csv": f"{PROFILE}0,forward,900,nan,5\n",
-    "negative-time.csv": f"{PROFILE}0,forward,900,-0.1,5\n",
-    "negative-energy.csv": f"{PROFILE}0,forward,900,0.1,-5\n",
-    "sideways.csv": f"{PROFILE}0,sideways,900,0.1,5\n",
-    "twice.csv": f"{PROFILE}{MEASURED[0]}\n",
-    "no-backward.csv": "\n".join([HEADER, *TWO_STAGES[:6]]),
-    "no-highest.csv": "\n".join([HEADER, *TWO_STAGES[:6], TWO_STAGES[7]]),
     "chunks.csv": "\n".join([f"{HEADER},chunk", *(f"{row},{chunk}" for row in MEASURED for chunk in (0, 1))]),
     "settings.csv": "\n".join(
         [
@@ -46,16 +35,16 @@ FILES: dict[str, str | bytes] = {
             "0,backward,1000,0.1,30,k",
         ]
     ),
-    "units.csv": "\n".join([f"{HEADER},power_limit_w", f"{MEASURED[0]},250", f"{MEASURED[1]},250 W"]),
-    "latin1.csv": (PROFILE + "é").encode("latin-1"),
-    "utf16.csv": PROFILE.encode("utf-16"),
     "latin1.json": '{"é": 1}'.encode("latin-1"),
     "deep.json": "[" * 100_000,
     "open.json": "{",
     "name.json": '{"pointz": []}',
     "member.json": r'{"\ud800": []}',
-    "value.json": r'{"problem": "\ud800"}',
     "empty.json": "{}",
+    "huge.json": '{"problem": {"stageCount": 1e308}}',
+    "many.json": f'{{"problem": {{"stageCount": {2**31 - 1}}}}}',
+    "sure.json": '{"confidence": 1.5}',
+    "doubtful.json": '{"confidence": -0.1}',
     "schedule.json": '{"problem": {"stageCount": 1, "schedule": {"named": {"name": 7}}}}',
     "member-twice.json": '{"problem": {"stageCount": 1, "stageCount": 2}}',
     "deep.toml": "x = " + "[" * 100_000,
@@ -108,16 +97,8 @@ EXPOSED = "or insecure, for an address that other machines can reach, found"
 MISTAKES = {
     # Addresses.
     "coordinator --listen 127.0.0.1:70000": "a port from 0 to 65535, or unix:PATH, found '127.0.0.1:70000'",
-    "coordinator --listen 127.0.0.1:-1": "a port from 0 to 65535",
-    "coordinator --listen 127.0.0.1": "--listen: expected HOST:PORT",
-    "coordinator --listen ''": "--listen: expected HOST:PORT",
-    "coordinator --listen ::1:50051": "expected [HOST]:PORT",
-    "coordinator --listen unix:{long}": "a path of 1 to 107 bytes",
     "agent --coordinator host:0 --insecure": "--coordinator: expected a port from 1",
     "jobs list --coordinator [/x]:1": "--coordinator: expected a host name",
-    "jobs list --coordinator x]:1": "--coordinator: expected a host name",
-    "health --coordinator ..:1 --insecure": "--coordinator: expected a host name",
-    "jobs list --coordinator 127.0.0.1:99999": "a port from 1 to 65535",
     # TLS.
     "coordinator --listen 0.0.0.0:0": f"--listen: expected tls_certificate and tls_key, {EXPOSED} '0",
     "coordinator --tls-certificate a.pem": "COORDINATOR_TLS_KEY: expected a path",
@@ -132,7 +113,6 @@ MISTAKES = {
     "jobs list --tls-certificate a --tls-key b": "--tls-certificate: expected tls_ca",
     "jobs list --tls-ca a --insecure": "--insecure: expected no tls_ca beside it",
     "jobs list --tls-ca /nowhere/ca.pem": "/nowhere/ca.pem: can't be read: No such file",
-    "health --tls-ca /nowhere/ca.pem": "/nowhere/ca.pem: can't be read: No such file",
     "jobs list --token-file none": "none: can't be read: No such file",
     # Settings.
     "coordinator --lease-s 30s": "Invalid value for '--lease-s' … found '30s'",
@@ -161,8 +141,6 @@ MISTAKES = {
     "solve huge.csv --microbatches 4": (
         "huge.csv, row 2, column energy: expected from 1e-12 to 1e+15 joules, found '1e308'"
     ),
-    "solve late.csv --microbatches 4": "late.csv, row 2, column time",
-    "solve stage.csv --microbatches 4": "stage.csv, row 3, column stage",
     "{solve4} --blocking-power-w 1e308": "blocking_power_w, stage 0: expected",
     "jobs show job --run 2147483648": "--run",
     "jobs straggler job 2147483648 --clear": "pipeline",
@@ -170,7 +148,6 @@ MISTAKES = {
     "jobs straggler job 0 --factor 1.2 --clear": "expected one of --factor, --iteration-time-s and --clear",
     "jobs ranks job --stage {huge}": "--stage",
     "jobs ranks job --stage -1": "--stage",
-    "jobs ranks job --pipeline first": "Invalid value for '--pipeline' … found 'first'",
     "jobs ranks job --pipeline -1": "Invalid value for '--pipeline' … found '-1'",
     "jobs ranks job --state planned": "expected, connected",
     "jobs rebalancing job --layers 4,0": "--layers: expected at least one layer everywhere, found 0",
@@ -236,29 +213,19 @@ MISTAKES = {
     "plan frontier.json --iteration-time -1 --output plan.json": "--iteration-time",
     "plan frontier.json --iteration-time nan --output plan.json": "--iteration-time",
     # Contents of files.
-    "solve nan.csv --microbatches 4 --output frontier.json": "nan.csv, row 6",
-    "solve negative-time.csv --microbatches 4": "negative-time.csv, row 6, column time",
-    "solve negative-energy.csv --microbatches 4": "negative-energy.csv, row 6, column energy",
-    "solve sideways.csv --microbatches 4": "sideways",
-    "solve twice.csv --microbatches 4": "twice.csv … row 2",
-    "solve no-backward.csv --microbatches 4": "expected stage 1 backward at the stage's highest clock",
-    "solve no-highest.csv --microbatches 4": "stage 1 backward at the stage's highest clock, 1000 MHz",
     "solve chunks.csv --microbatches 4": "chunk_count: expected 1 on each stage for 1f1b, found 2",
     "solve settings.csv --microbatches 4": "at most 1024 rows … found 1025 of stage 0 forward",
-    "solve units.csv --microbatches 4": (
-        "units.csv, row 3, column power_limit_w: expected a finite number of watts (the name ends in _w), "
-        "found '250 W'"
-    ),
     "plan open.json --no-slowdown": "open.json: expected a frontier as JSON",
     "plan name.json --no-slowdown": "name.json … pointz",
     "plan member.json --no-slowdown": "member.json … surrogates not allowed",
-    "plan value.json --no-slowdown": "value.json … surrogates not allowed",
     "plan empty.json --no-slowdown": "empty.json … stage_count",
+    "plan huge.json --no-slowdown": "expected a frontier as JSON, found: Failed to parse",
+    "plan many.json --no-slowdown": "many.json: … stage_count",
+    "plan sure.json --no-slowdown": "sure.json: confidence: expected",
+    "plan doubtful.json --no-slowdown": "doubtful.json: confidence: expected",
     "plan schedule.json --no-slowdown": "schedule.json … schedule",
     "plan member-twice.json --no-slowdown": "as JSON, found: member 'stageCount' twice in one object",
     # Encodings.
-    "solve latin1.csv --microbatches 4": "latin1.csv: expected UTF-8",
-    "solve utf16.csv --microbatches 4": "utf16.csv: expected UTF-8 text",
     "plan latin1.json --iteration-time 1": "latin1.json: expected a",
     "plan deep.json --iteration-time 1": "deep.json: expected a",
     "agent --config latin1.toml": "latin1.toml: expected TOML in UTF-8",
@@ -358,43 +325,9 @@ def test_a_mistake_is_one_line_and_an_exit_code(
         assert len(shown) == 1
     assert "\x1b" not in result.stderr
     assert "Traceback" not in result.output
+    assert len(result.stderr) < 600 or result.stderr.startswith("Usage")
     assert "s3cret" not in result.output
     assert contents(folder) == before
-
-
-MEASUREMENT = ("problem", "profiles", 0, "measurements", 0)
-
-
-@pytest.mark.parametrize(
-    ("place", "figure", "expected"),
-    [
-        ((*MEASUREMENT, "timeS"), 1e308, "time_s: expected at most 1e+06"),
-        ((*MEASUREMENT, "energyJ"), 1e308, "energy_j: expected at most"),
-        ((*MEASUREMENT, "energyJ"), "Infinity", "energy_j: expected"),
-        ((*MEASUREMENT, "energyJ"), "NaN", "energy_j: expected"),
-        (("problem", "stageCount"), 1e308, "expected a frontier as JSON, found: Failed to parse"),
-        (("problem", "stageCount"), 2**31 - 1, "stage_count"),
-        (("problem", "transferLagS"), 1e308, "transfer_lag_s: expected"),
-        (("confidence",), -0.1, "confidence: expected"),
-        (("confidence",), 1.5, "confidence: expected"),
-    ],
-)
-def test_a_figure_in_a_frontier_is_refused_by_its_name(
-    folder: Path, tmp_path: Path, place: tuple[str | int, ...], figure: object, expected: str
-) -> None:
-    frontier = json.loads((folder / "frontier.json").read_text())
-    *steps, name = place
-    part: Any = frontier
-    for step in steps:
-        part = part[step]
-    part[name] = figure
-    path = tmp_path / "frontier.json"
-    path.write_text(json.dumps(frontier))
-    result = perseus("plan", path, "--iteration-time", 5)
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
-    assert f"{path}: " in result.stderr
-    assert expected in result.stderr
-    assert len(result.stderr) < 600
 
 
 @pytest.mark.parametrize("output", ["ca/ca", "link"])
@@ -447,10 +380,7 @@ def test_grpc_adds_no_line_of_its_own(tmp_path: Path, is_taken_port: bool) -> No
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        (
-            "PERSEUS_AGENT_SOKCET",
-            ": did you mean PERSEUS_AGENT_SOCKET?",
-        ),
+        ("PERSEUS_AGENT_SOKCET", ": did you mean PERSEUS_AGENT_SOCKET?"),
         ("PERSEUS_COORDINATOR_LEASE", ": did you mean PERSEUS_COORDINATOR_LEASE_S?"),
         ("PERSEUS_TLS_CAS", ": did you mean PERSEUS_TLS_CA?"),
         ("PERSEUS_\x1b", r"warning: environment variable PERSEUS_\x1b is unknown to Perseus"),

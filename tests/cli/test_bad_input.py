@@ -73,6 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         connection.executemany("INSERT INTO coordinator VALUES (?)", [["x" * 4000]] * 20)
         connection.commit()
     os.truncate(folder / "cut.db", 9000)
+    assert perseus("certificates authority --folder", folder / "authority").exit_code == 0
     for name in ("folder", "endless", "keys"):
         (folder / name).mkdir()
     (folder / "endless" / "ca.pem").symlink_to("/dev/zero")
@@ -239,6 +240,10 @@ MISTAKES = {
     "simulate /dev/zero": "/dev/zero: can't be read: expected at most",
     "agent --config /dev/zero": "/dev/zero: can't be read: expected at most",
     "health --coordinator localhost:1 --tls-ca /dev/zero": "/dev/zero: can't be read: e",
+    "certificates authority --folder authority": "expected no authority there yet",
+    "certificates client x --folder folder": "expected ca.pem and ca.key of an authority",
+    "certificates client {long} --folder authority --output x": "expected a name of 1 to 64 characters",
+    "certificates client x --folder authority --output none/x": "No such file or directory",
     "certificates client me --folder endless": "expected at most 1",
     "health {plain} --token-file /dev/zero": "/dev/zero: can't be read: expected a regular file",
     # Outputs.
@@ -267,6 +272,8 @@ FAILURES = {
     "{agent} {folder}/profile.csv": "{folder}/profile.csv: expected no file",
     "{agent} {folder}/profile.csv/s": "profile.csv",
     "{agent} /tmp/{long}": "expected a socket path of at most 107 bytes, found 113",
+    "{coordinator} ../x.db --tls-certificate profile.csv --tls-key profile.csv": "profile.csv: ",
+    "{agent} ../a.sock --tls-ca profile.csv": "profile.csv: ",
     "health --agent {folder}/none": "no agent at {folder}/none: No such",
     "health --agent profile.csv": "no agent at profile.csv: Connection",
     "serving list --socket none.sock": "no agent at none.sock",

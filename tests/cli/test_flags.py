@@ -1,5 +1,8 @@
-"""Every setting of a process is a flag of its command, except for a few; and the help of flags."""
+"""Every setting of a process is a flag of its command, except for a few; the help of flags and commands."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -84,3 +87,29 @@ def test_variables_of_flags_are_named_like_the_flags() -> None:
         if each.envvar is not None
     }
     assert read == {(field.name, f"PERSEUS_{field.name.upper()}") for field in fields(Connection)}
+
+
+def test_the_overview_has_the_first_paragraph_of_each_commands_help() -> None:
+    group: Any = get_group(app)
+    for name, in_overview in group.commands.items():
+        first, _, _ = group.get_command(None, name).help.partition("\n\n")
+        assert in_overview.help == " ".join(first.split())
+
+
+HEAVY = {"grpc", "igraph", "matplotlib", "numpy", "pydantic", "sqlalchemy", "structlog"}
+
+
+def imported(*arguments: str) -> set[str]:
+    call = f"import sys; sys.argv = ['perseus', *{arguments}]; from perseus.cli.entry import main\n"
+    call += "try: main()\nfinally: print(*sys.modules, file=sys.stderr)"
+    # Variables that look like settings are compared with all of them.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PERSEUS_")}
+    command = [sys.executable, "-c", call]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "Usage: perseus" in done.stdout
+    return {name.partition(".")[0] for name in done.stderr.split()}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["solve", "--help"]], ids=" ".join)
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    assert HEAVY & imported(*arguments) == set()

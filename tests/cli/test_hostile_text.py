@@ -19,10 +19,9 @@ from rich.console import Console
 from typer.testing import Result
 
 from perseus import logs
-from perseus.cli.escaping_channel import escape
 from perseus.demo.display import LiveDisplay
 from perseus.printable import printable
-from perseus.v1 import event_pb2, job_pb2, job_service_pb2, rank_pb2
+from perseus.v1 import event_pb2, job_service_pb2
 from tests.cli.prepared import METHODS, Answer, PreparedCoordinator
 from tests.cli.test_requests import ONCE
 
@@ -127,18 +126,6 @@ def test_printable_text_is_unchanged_and_the_rest_is_escaped(text: str) -> None:
         assert shown == text
     if "\\" not in text:
         assert shown.encode("raw_unicode_escape").decode("unicode_escape") == text
-
-
-def test_escapes_reach_every_part_of_a_message() -> None:
-    job = job_pb2.Job(job_id="\x1b", spec=job_pb2.JobSpec(stage_work=[job_pb2.StageWork(fingerprint="\n")]))
-    listed = job_service_pb2.ListJobsResponse(jobs=[job, job_pb2.Job(state_reason="\u202e")])
-    escape(listed)
-    assert listed.jobs[0].job_id == "\\x1b"
-    assert listed.jobs[0].spec.stage_work[0].fingerprint == "\\x0a"
-    assert listed.jobs[1].state_reason == "\\u202e"
-    rank = rank_pb2.Rank(hostname="[/x]")
-    escape(rank)
-    assert rank.hostname == "[/x]"
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

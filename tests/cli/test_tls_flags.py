@@ -11,36 +11,10 @@ from structlog.testing import capture_logs
 from perseus import configuration
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.shell import serving
-from perseus.demo.security import Security
 from perseus.service.server import running
 from perseus.service.settings import CoordinatorSettings
 from perseus.tls.files import Role, TlsFiles, check
 from tests.cli.commands import perseus
-
-
-def test_unusable_files_end_the_coordinator_and_the_agent(tmp_path: Path) -> None:
-    held, lifeline = os.pipe()  # the agent does not become a supervisor, in place of this process
-    security = Security(tmp_path / "security")
-    other = Security(tmp_path / "other")
-    mixed = {"PERSEUS_COORDINATOR_TLS_KEY": str(other.coordinator_key)}
-    commands = {
-        "coordinator": (["--database", str(tmp_path / "x.db")], {**security.of_coordinator(), **mixed}),
-        "agent": (
-            ["--observe", "--socket", str(tmp_path / "agent.sock")],
-            {
-                **security.of_agent(),
-                "PERSEUS_AGENT_TLS_KEY": str(other.client_key),
-                "PERSEUS_LIFELINE": str(lifeline),
-            },
-        ),
-    }
-    for name, (flags, environment) in commands.items():
-        done = perseus(name, *flags, **environment)
-        assert done.exit_code == 1
-        assert "found another's" in done.stderr
-        assert "Traceback" not in done.stderr
-    os.close(held)
-    os.close(lifeline)
 
 
 async def test_insecure_gives_a_warning_at_every_start(tmp_path: Path) -> None:
@@ -104,12 +78,6 @@ def test_a_small_authority(tmp_path: Path) -> None:
         assert stat.S_IMODE(key.stat().st_mode) == 0o600
     assert stat.S_IMODE((folder / "ca.key").stat().st_mode) == 0o600
 
-    before = agent.with_suffix(".pem").read_bytes()
-    assert (
-        perseus("certificates", "client", "gpu-node-17", "--folder", folder, "--output", agent).exit_code == 0
-    )
-    assert agent.with_suffix(".pem").read_bytes() != before
-
 
 def test_a_renewed_key_keeps_its_readers(tmp_path: Path) -> None:
     folder, stem = tmp_path / "ca", tmp_path / "coordinator"
@@ -127,20 +95,3 @@ def test_a_renewed_key_keeps_its_readers(tmp_path: Path) -> None:
     after = key.stat()
     assert (stat.S_IMODE(after.st_mode), after.st_uid, after.st_gid) == (0o640, place.st_uid, place.st_gid)
     assert stat.S_IMODE(stem.with_suffix(".pem").stat().st_mode) == 0o644
-
-
-def test_an_authority_is_never_overwritten_and_names_are_checked(tmp_path: Path) -> None:
-    folder = tmp_path / "ca"
-    assert perseus("certificates", "authority", "--folder", folder).exit_code == 0
-    again = perseus("certificates", "authority", "--folder", folder)
-    assert again.exit_code == 2
-    assert "expected no authority there yet" in again.output
-    none = perseus("certificates", "client", "x", "--folder", tmp_path)
-    assert none.exit_code == 2
-    assert "expected ca.pem and ca.key of an authority" in none.output
-    long = perseus("certificates", "client", "x" * 65, "--folder", folder, "--output", tmp_path / "x")
-    assert long.exit_code == 2
-    assert "expected a name of 1 to 64 characters" in long.output
-    lost = perseus("certificates", "client", "x", "--folder", folder, "--output", tmp_path / "none" / "x")
-    assert lost.exit_code == 2
-    assert "No such file or directory" in lost.output

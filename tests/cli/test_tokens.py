@@ -79,7 +79,6 @@ def test_scripts_get_a_token_that_is_in_no_file_only(
 @pytest.mark.parametrize(
     ("form", "shown"),
     [
-        ("table", "SERVING\n"),
         ("csv", "who,is_serving,status\ncoordinator,true,SERVING\n"),
         ("json", '{\n  "who": "coordinator",\n  "is_serving": true,\n  "status": "SERVING"\n}\n'),
     ],

@@ -10,7 +10,7 @@ import pytest
 
 from perseus.demo.cluster import Cluster
 from perseus.demo.workload import DEMO
-from tests.cli.prepared import PreparedCoordinator, serving
+from tests.cli.prepared import PreparedCoordinator
 
 PROFILE = """stage,instruction,frequency,time,energy
 0,forward,1000,0.1,30
@@ -38,7 +38,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 @pytest.fixture(scope="session")
 def _served() -> Iterator[PreparedCoordinator]:
-    with serving() as prepared:
+    with PreparedCoordinator() as prepared:
         yield prepared
 
 

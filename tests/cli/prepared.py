@@ -1,10 +1,9 @@
 """A coordinator that gives prepared answers and keeps the requests, for commands that ask it."""
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import grpc
 from google.protobuf import message_factory
@@ -36,17 +35,34 @@ METHODS = {
     for method in service.methods
 }
 
-Answer = Message | Sequence[Message] | tuple[grpc.StatusCode, str]
-"""What a call returns, or streams, or fails with."""
+Answer = Message | Iterable["Answer"] | tuple[grpc.StatusCode, str] | grpc.Status | Callable[[Any], "Answer"]
+"""What a call returns, or streams, or fails with; or a function of the request that returns it."""
 
 
 class PreparedCoordinator(grpc.GenericRpcHandler):
     """Answers calls by their names; those without an answer are not implemented."""
 
     def __init__(self) -> None:
-        self.address = ""
         self.answers: Mapping[str, Answer] = {}
         self.requests: list[Message] = []
+        self._pool = futures.ThreadPoolExecutor(2)
+        both = threading.Barrier(2)
+        for waiting in [self._pool.submit(both.wait) for _ in range(2)]:  # start all threads now
+            waiting.result()
+        self._server = grpc.server(self._pool, [self], options=[("grpc.so_reuseport", 0)])
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+
+    def __enter__(self) -> Self:
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End all calls, and answer no more."""
+        self._server.stop(None).wait()
+        self._pool.shutdown()
 
     def perseus(self, command: str, *, answer: str | None = None, **environment: str) -> Result:
         """Run a command line that asks this coordinator."""
@@ -63,13 +79,8 @@ class PreparedCoordinator(grpc.GenericRpcHandler):
 
         def answers(request: Message, context: grpc.ServicerContext) -> Iterator[Message]:
             self.requests.append(request)
-            match self.answers[name]:
-                case Message() as answer:
-                    yield answer
-                case (grpc.StatusCode() as code, str(details)):
-                    context.abort(code, details)
-                case several:
-                    yield from several
+            answer = self.answers[name]
+            return given(answer(request) if callable(answer) else answer, context)
 
         if method.server_streaming:
             return grpc.unary_stream_rpc_method_handler(answers, read, write)
@@ -78,20 +89,15 @@ class PreparedCoordinator(grpc.GenericRpcHandler):
         )
 
 
-@contextmanager
-def serving() -> Iterator[PreparedCoordinator]:
-    """Serve such a coordinator."""
-    prepared = PreparedCoordinator()
-    pool = futures.ThreadPoolExecutor(2)
-    both = threading.Barrier(2)
-    for waiting in [pool.submit(both.wait) for _ in range(2)]:  # start all threads now, outside of any test
-        waiting.result()
-    server = grpc.server(pool)
-    server.add_generic_rpc_handlers((prepared,))
-    prepared.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    try:
-        yield prepared
-    finally:
-        server.stop(None).wait()
-        pool.shutdown()
+def given(answer: Answer, context: grpc.ServicerContext) -> Iterator[Message]:
+    """Yield the messages of an answer; a failure ends the call."""
+    match answer:
+        case Message():
+            yield answer
+        case grpc.Status():
+            context.abort_with_status(answer)
+        case (grpc.StatusCode() as code, str(details)):
+            context.abort(code, details)
+        case Iterable():
+            for each in answer:
+                yield from given(each, context)

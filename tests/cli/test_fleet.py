@@ -1,8 +1,9 @@
 """Commands about a fleet whose jobs are spread over slots: real channels to small coordinators."""
 
-import asyncio
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
@@ -17,48 +18,44 @@ from perseus.cli.fleet import Fleet
 from perseus.job_id import slot_of
 from perseus.service.api.statuses import to_status
 from perseus.service.domain.errors import ServedElsewhereError
-from perseus.v1 import (
-    event_pb2,
-    info_service_pb2,
-    info_service_pb2_grpc,
-    job_pb2,
-    job_service_pb2,
-    job_service_pb2_grpc,
-    power_service_pb2,
-    power_service_pb2_grpc,
-)
-from tests.agent.coordinator_stub import until
-from tests.cli import commands
-from tests.ports import free_port
+from perseus.v1 import event_pb2, info_service_pb2, job_pb2, job_service_pb2, power_service_pb2
+from tests.cli.commands import perseus
+from tests.cli.prepared import Answer, PreparedCoordinator
 
 JOBS = [f"job-{number}" for number in range(6)]
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class FakeCoordinator(
-    info_service_pb2_grpc.InfoServiceServicer,
-    job_service_pb2_grpc.JobServiceServicer,
-    power_service_pb2_grpc.PowerServiceServicer,
-):
+class FakeCoordinator(PreparedCoordinator):
     """Serves its slot's jobs, one on a page, and sends callers to where `addresses` has others."""
 
     def __init__(self, slot: int, addresses: dict[int, str], slot_count: int = 2) -> None:
+        super().__init__()
         self.slot, self.addresses, self.slot_count = slot, addresses, slot_count
-        self.address = addresses[slot] = f"127.0.0.1:{free_port()}"
+        addresses[slot] = self.address
         self.standbys: list[str] = []
-        self.events = self.change_count = 0
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self.event_count = self.change_count = 0
+        self.answers: dict[str, Answer] = {
+            "ListCoordinators": self.coordinators,
+            "ListJobs": self.page,
+            "GetJob": self.of_job(self.job),
+            "ListJobEvents": job_service_pb2.ListJobEventsResponse(),
+            "FinishJob": self.of_job(self.finished),
+            "WatchJob": self.of_job(self.updates),
+            "ListFeeds": power_service_pb2.ListFeedsResponse(feeds=[self.feed]),
+            "WatchFeeds": [
+                power_service_pb2.WatchFeedsResponse(feed=self.feed),
+                (grpc.StatusCode.UNAVAILABLE, "the test ends it"),
+            ],
+        }
+        self._is_ended = threading.Event()
 
-    async def start(self, *, knows_slots: bool = True) -> None:
-        if knows_slots:
-            info_service_pb2_grpc.add_InfoServiceServicer_to_server(self, self._server)
-        job_service_pb2_grpc.add_JobServiceServicer_to_server(self, self._server)
-        power_service_pb2_grpc.add_PowerServiceServicer_to_server(self, self._server)
-        self._server.add_insecure_port(self.address)
-        await self._server.start()
+    def stop(self) -> None:
+        self._is_ended.set()
+        super().stop()
 
-    async def stop(self) -> None:
-        await self._server.stop(None)
+    @property
+    def feed(self) -> power_service_pb2.FeedState:
+        return power_service_pb2.FeedState(feed=f"known to {self.slot}")
 
     @property
     def own_jobs(self) -> list[str]:
@@ -69,210 +66,145 @@ class FakeCoordinator(
         address = self.addresses.get(slot, "")
         return to_status(ServedElsewhereError(address=address, slot=slot, standbys=self.standbys))
 
-    async def check(self, slot: int, context: Context) -> None:
-        if slot != self.slot:
-            await context.abort_with_status(self.elsewhere(slot))
+    def of_job(self, answer: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
+        """Return the answer about a job of this slot, and the refusal about others."""
 
-    async def ListCoordinators(  # noqa: N802 - gRPC's name
-        self, request: info_service_pb2.ListCoordinatorsRequest, context: Context
-    ) -> info_service_pb2.ListCoordinatorsResponse:
+        def checked(request: Any) -> Answer:
+            slot = slot_of(request.job_id, self.slot_count)
+            return answer(request) if slot == self.slot else self.elsewhere(slot)
+
+        return checked
+
+    def coordinators(self, _: info_service_pb2.ListCoordinatorsRequest) -> Answer:
         if self.slot >= self.slot_count:
-            await self.check(1, context)  # it stands by
-        found = [
+            return self.elsewhere(1)  # it stands by
+        known = [
             info_service_pb2.FleetCoordinator(address=address, slot=slot, is_answering=slot == self.slot)
             for slot, address in sorted(self.addresses.items())
         ]
-        return info_service_pb2.ListCoordinatorsResponse(coordinators=found, slot_count=self.slot_count)
+        return info_service_pb2.ListCoordinatorsResponse(coordinators=known, slot_count=self.slot_count)
 
-    async def ListJobs(  # noqa: N802 - gRPC's name
-        self, request: job_service_pb2.ListJobsRequest, context: Context
-    ) -> job_service_pb2.ListJobsResponse:
+    def page(self, request: job_service_pb2.ListJobsRequest) -> Answer:
         number = int(request.page_token or 0)
-        jobs = self.own_jobs
-        return job_service_pb2.ListJobsResponse(
-            jobs=[job_pb2.Job(job_id=job_id) for job_id in jobs[number : number + 1]],
-            next_page_token=str(number + 1) if number + 1 < len(jobs) else "",
-        )
+        job_id, *more = self.own_jobs[number:]
+        following = str(number + 1) if more else ""
+        return job_service_pb2.ListJobsResponse(jobs=[job_pb2.Job(job_id=job_id)], next_page_token=following)
 
-    async def GetJob(  # noqa: N802 - gRPC's name
-        self, request: job_service_pb2.GetJobRequest, context: Context
-    ) -> job_service_pb2.GetJobResponse:
-        await self.check(slot_of(request.job_id, self.slot_count), context)
+    def job(self, request: job_service_pb2.GetJobRequest) -> Answer:
         if request.job_id not in JOBS:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"job {request.job_id!r} is not registered")
-        return job_service_pb2.GetJobResponse(
-            job=job_pb2.Job(
-                job_id=request.job_id,
-                run_number=7,
-                state_reason=self.address,
-                last_event_sequence=self.events,
-            )
-        )
+            return grpc.StatusCode.NOT_FOUND, f"job {request.job_id!r} is not registered"
+        job = job_pb2.Job(job_id=request.job_id, run_number=7, state_reason=self.address)
+        job.last_event_sequence = self.event_count
+        return job_service_pb2.GetJobResponse(job=job)
 
-    async def ListJobEvents(  # noqa: N802 - gRPC's name
-        self, request: job_service_pb2.ListJobEventsRequest, context: Context
-    ) -> job_service_pb2.ListJobEventsResponse:
-        return job_service_pb2.ListJobEventsResponse()
-
-    async def FinishJob(  # noqa: N802 - gRPC's name
-        self, request: job_service_pb2.FinishJobRequest, context: Context
-    ) -> job_service_pb2.FinishJobResponse:
-        await self.check(slot_of(request.job_id, self.slot_count), context)
+    def finished(self, request: job_service_pb2.FinishJobRequest) -> Answer:
         self.change_count += 1
         return job_service_pb2.FinishJobResponse(job=job_pb2.Job(job_id=request.job_id))
 
-    async def WatchJob(  # noqa: N802 - gRPC's name
-        self, request: job_service_pb2.WatchJobRequest, context: Context
-    ) -> AsyncIterator[job_service_pb2.WatchJobResponse]:
-        await self.check(slot_of(request.job_id, self.slot_count), context)
+    def updates(self, request: job_service_pb2.WatchJobRequest) -> Iterator[Answer]:
         yield job_service_pb2.WatchJobResponse(job=job_pb2.Job(job_id=request.job_id, run_number=7))
-        for sequence in range(request.after_sequence + 1, self.events + 1):
+        for sequence in range(request.after_sequence + 1, self.event_count + 1):
             event = event_pb2.JobEvent(sequence=sequence, message=f"{sequence} of run {request.run_number}")
             yield job_service_pb2.WatchJobResponse(event=event)
-        if self.events == 2:
-            await asyncio.Event().wait()
-
-    async def ListFeeds(  # noqa: N802 - gRPC's name
-        self, request: power_service_pb2.ListFeedsRequest, context: Context
-    ) -> power_service_pb2.ListFeedsResponse:
-        return power_service_pb2.ListFeedsResponse(
-            feeds=[power_service_pb2.FeedState(feed=f"known to {self.slot}")]
-        )
-
-    async def WatchFeeds(  # noqa: N802 - gRPC's name
-        self, request: power_service_pb2.WatchFeedsRequest, context: Context
-    ) -> AsyncIterator[power_service_pb2.WatchFeedsResponse]:
-        yield power_service_pb2.WatchFeedsResponse(
-            feed=power_service_pb2.FeedState(feed=f"known to {self.slot}")
-        )
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "the test ends it")
+        if self.event_count == 2:
+            self._is_ended.wait()
+            yield grpc.StatusCode.UNAVAILABLE, "it has ended"
 
 
 @pytest.fixture
-async def coordinators() -> AsyncIterator[list[FakeCoordinator]]:
+def coordinators() -> Iterator[list[FakeCoordinator]]:
     addresses: dict[int, str] = {}
-    found = [FakeCoordinator(slot, addresses) for slot in range(2)]  # type: ignore[abstract]
-    for each in found:
-        await each.start()
-    yield found
-    for each in found:
-        await each.stop()
-
-
-async def perseus(coordinator: FakeCoordinator | str, command: str) -> Result:
-    address = coordinator if isinstance(coordinator, str) else coordinator.address
-    return await asyncio.to_thread(commands.perseus, command, PERSEUS_COORDINATOR=address)
+    with FakeCoordinator(0, addresses) as first, FakeCoordinator(1, addresses) as second:
+        yield [first, second]
 
 
 def jobs_in(listed: Result) -> list[str]:
     return [job["job_id"] for job in json.loads(listed.stdout)]
 
 
-async def test_jobs_of_all_slots_are_listed_in_order_with_one_address(
-    coordinators: list[FakeCoordinator],
-) -> None:
+def test_jobs_of_all_slots_are_listed_in_order_with_one_address(coordinators: list[FakeCoordinator]) -> None:
     assert all(len(each.own_jobs) > 1 for each in coordinators), "several pages of each"
     for each in coordinators:
-        listed = await perseus(each, "jobs list --format json")
-        assert (listed.exit_code, listed.stderr) == (0, "")
-        assert jobs_in(listed) == JOBS
+        listed = each.perseus("jobs list --format json")
+        assert (listed.exit_code, jobs_in(listed), listed.stderr) == (0, JOBS, "")
 
 
-async def test_who_does_not_answer_and_what_nobody_serves_is_said_in_one_line(
+def test_who_does_not_answer_and_what_nobody_serves_is_said_in_one_line(
     coordinators: list[FakeCoordinator],
 ) -> None:
-    for each in coordinators:
-        each.slot_count = 3
-    await coordinators[1].stop()
-    listed = await perseus(coordinators[0], "jobs list --format json")
-    assert listed.exit_code == 1
-    assert jobs_in(listed) == coordinators[0].own_jobs
-    (line,) = listed.stderr.splitlines()
-    assert line == (
-        f"warning: this is not all: nobody serves slot 2 of 3; "
-        f"slot 1 at {coordinators[1].address} does not answer"
-    )
+    first, other = coordinators
+    first.slot_count = other.slot_count = 3
+    other.stop()
+    listed = first.perseus("jobs list --format json")
+    assert (listed.exit_code, jobs_in(listed)) == (1, first.own_jobs)
+    missing = f"nobody serves slot 2 of 3; slot 1 at {other.address} does not answer"
+    assert listed.stderr == f"warning: this is not all: {missing}\n"
 
 
-async def test_a_coordinator_that_may_not_be_followed_to_is_named(
-    coordinators: list[FakeCoordinator],
-) -> None:
+def test_a_coordinator_that_may_not_be_followed_to_is_named(coordinators: list[FakeCoordinator]) -> None:
     coordinators[0].addresses[1] = "10.0.0.1:50051"
-    listed = await perseus(coordinators[0], "jobs list --format json")
+    listed = coordinators[0].perseus("jobs list --format json")
     assert jobs_in(listed) == coordinators[0].own_jobs
     assert "slot 1 is served at '10.0.0.1:50051', which may not be followed" in listed.stderr
 
 
-async def test_an_older_coordinator_is_a_fleet_of_one() -> None:
-    older = FakeCoordinator(0, {}, slot_count=1)  # type: ignore[abstract]
-    await older.start(knows_slots=False)
-    listed = await perseus(older, "jobs list --format json")
-    await older.stop()
+def test_an_older_coordinator_is_a_fleet_of_one() -> None:
+    with FakeCoordinator(0, {}, slot_count=1) as older:
+        del older.answers["ListCoordinators"]
+        listed = older.perseus("jobs list --format json")
     assert (listed.exit_code, jobs_in(listed), listed.stderr) == (0, JOBS, "")
 
 
-async def test_a_command_about_a_job_is_answered_where_that_is_served(
-    coordinators: list[FakeCoordinator],
-) -> None:
+def test_a_command_about_a_job_is_answered_where_that_is_served(coordinators: list[FakeCoordinator]) -> None:
     for job_id in JOBS:
         for each in coordinators:
-            shown = await perseus(each, f"jobs show {job_id} --format json")
-            served_at = coordinators[slot_of(job_id, 2)].address
-            assert json.loads(shown.stdout)["state_reason"] == served_at
-    unknown = await perseus(coordinators[0], "jobs show jop-1")
+            shown = each.perseus(f"jobs show {job_id} --format json")
+            assert json.loads(shown.stdout)["state_reason"] == coordinators[slot_of(job_id, 2)].address
+    unknown = coordinators[0].perseus("jobs show jop-1")
     assert unknown.exit_code == 2
     assert "did you mean job-1?" in unknown.stderr
 
 
 @pytest.mark.parametrize("address", ["", "10.0.0.1:50051"])
-async def test_what_nobody_serves_or_may_not_be_followed_is_an_error(
+def test_what_nobody_serves_or_may_not_be_followed_is_an_error(
     coordinators: list[FakeCoordinator], address: str
 ) -> None:
     coordinators[0].addresses[1] = address
-    shown = await perseus(coordinators[0], f"jobs show {coordinators[1].own_jobs[0]}")
-    assert shown.exit_code == 1
-    assert shown.stderr == f"error: {coordinators[0].elsewhere(1).details}\n"
+    shown = coordinators[0].perseus(f"jobs show {coordinators[1].own_jobs[0]}")
+    assert (shown.exit_code, shown.stderr) == (1, f"error: {coordinators[0].elsewhere(1).details}\n")
 
 
-async def test_two_hops_are_the_most(coordinators: list[FakeCoordinator]) -> None:
-    chain = [FakeCoordinator(0, {}) for _ in range(4)]  # type: ignore[abstract]
-    for here, there in pairwise(chain):
-        here.addresses[1] = there.address
-    chain[3].slot = 1
-    for each in chain:
-        await each.start()
-    job_id = chain[3].own_jobs[0]
-    assert (await perseus(chain[1], f"jobs show {job_id}")).exit_code == 0
-    assert (await perseus(chain[0], f"jobs show {job_id}")).exit_code == 1
-    for each in chain:
-        await each.stop()
+def test_two_hops_are_the_most() -> None:
+    with ExitStack() as stack:
+        chain = [stack.enter_context(FakeCoordinator(0, {})) for _ in range(4)]
+        for here, there in pairwise(chain):
+            here.addresses[1] = there.address
+        chain[3].slot = 1
+        codes = [chain[at].perseus(f"jobs show {chain[3].own_jobs[0]}").exit_code for at in (0, 1)]
+    assert codes == [1, 0]
 
 
-async def test_a_watch_goes_on_at_the_coordinator_that_takes_over(
+def test_a_watch_goes_on_at_the_coordinator_that_takes_over(
     coordinators: list[FakeCoordinator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(escaping_channel, "RETRY_S", 0.01)
-    heard: list[object] = []
+    first, other = coordinators
+    other.event_count = 2  # and then it waits
     escape = escaping_channel.escape
 
-    def noted(message: Any) -> None:
+    def ends_after_two_events(message: Any) -> None:
         escape(message)
-        if isinstance(message, job_service_pb2.WatchJobResponse):
-            heard.append(message)
+        if isinstance(message, job_service_pb2.WatchJobResponse) and message.event.sequence == 2:
+            other.stop()
 
-    monkeypatch.setattr(escaping_channel, "escape", noted)
-    first, other = coordinators
-    other.events = 2  # and then it waits
-    watching = asyncio.create_task(perseus(first, f"jobs watch {other.own_jobs[0]} --format json"))
-    successor = FakeCoordinator(1, dict(first.addresses))  # type: ignore[abstract]
-    successor.events = 4
-    await successor.start()
-    await until(lambda: len(heard) == 3, "the job and both events")
-    await other.stop()
-    await asyncio.sleep(0.05)  # nobody serves the slot meanwhile
-    first.addresses[1] = successor.address
-    watched = await watching
-    await successor.stop()
+    with FakeCoordinator(1, dict(first.addresses)) as successor:
+        successor.event_count = 4
+
+        def sleep(_: float) -> None:
+            first.addresses[1] = successor.address
+
+        monkeypatch.setattr(escaping_channel, "escape", ends_after_two_events)
+        monkeypatch.setattr("time.sleep", sleep)
+        watched = first.perseus(f"jobs watch {other.own_jobs[0]} --format json")
     assert watched.exit_code == 0
     assert f"{other.address} has gone: waiting 60 s" in watched.stderr
     updates = [json.loads(line) for line in watched.stdout.splitlines()]
@@ -283,11 +215,12 @@ async def test_a_watch_goes_on_at_the_coordinator_that_takes_over(
 class Takeover:
     """Time that passes only while a command waits; the standby takes slot 1 over after the second wait."""
 
-    def __init__(self, coordinators: list[FakeCoordinator], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.holder = coordinators[1]
-        self.standby = FakeCoordinator(9, coordinators[0].addresses)  # type: ignore[abstract]
-        for each in (*coordinators, self.standby):
-            each.standbys = [self.standby.address]
+    def __init__(
+        self, coordinators: list[FakeCoordinator], standby: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.holder, self.standby = coordinators[1], standby
+        for each in (*coordinators, standby):
+            each.standbys = [standby.address]
         self.wait_count = 0
         self.takes_over = True
         self._now_s = 0.0
@@ -310,75 +243,61 @@ class Takeover:
 
 
 @pytest.fixture
-async def takeover(
-    coordinators: list[FakeCoordinator], monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Takeover]:
-    found = Takeover(coordinators, monkeypatch)
-    await found.standby.start()
-    await found.holder.stop()
-    yield found
-    await found.standby.stop()
+def takeover(coordinators: list[FakeCoordinator], monkeypatch: pytest.MonkeyPatch) -> Iterator[Takeover]:
+    with FakeCoordinator(9, coordinators[0].addresses) as standby:
+        coordinators[1].stop()
+        yield Takeover(coordinators, standby, monkeypatch)
 
 
 @pytest.mark.parametrize("command", ["jobs show", "jobs watch", "jobs finish --yes"])
-async def test_a_command_waits_for_the_coordinator_that_takes_over_and_says_so(
-    takeover: Takeover, coordinators: list[FakeCoordinator], command: str
+def test_a_command_waits_for_the_coordinator_that_takes_over_and_says_so(
+    takeover: Takeover, command: str
 ) -> None:
-    job_id = takeover.holder.own_jobs[0]
     addresses = f"{takeover.holder.address},{takeover.standby.address}"
-    answered = await perseus(addresses, f"{command} {job_id}")
+    answered = perseus(f"{command} {takeover.holder.own_jobs[0]}", PERSEUS_COORDINATOR=addresses)
     assert (answered.exit_code, takeover.wait_count) == (0, 2)
     assert answered.stderr == f"warning: {takeover.text}: waiting 60 s for a coordinator\n"
     assert takeover.standby.change_count == ("finish" in command)
 
 
 @pytest.mark.parametrize("is_list", [False, True])
-async def test_a_command_that_has_waited_for_too_long_says_who_stands_by(
-    takeover: Takeover, is_list: bool
-) -> None:
+def test_a_command_that_has_waited_for_too_long_says_who_stands_by(takeover: Takeover, is_list: bool) -> None:
     takeover.takes_over = False
     command = "jobs list" if is_list else f"jobs show {takeover.holder.own_jobs[0]}"
-    failed = await perseus(takeover.standby, command)
+    failed = takeover.standby.perseus(command)
     assert (failed.exit_code, takeover.wait_count) == (1, 4)
     assert failed.stderr.splitlines()[1:] == [f"error: {takeover.text}; nobody took it over in 60 s"]
 
 
-async def test_without_a_standby_the_coordinator_that_does_not_answer_is_named(takeover: Takeover) -> None:
+def test_without_a_standby_the_coordinator_that_does_not_answer_is_named(takeover: Takeover) -> None:
     takeover.standby.standbys = []
-    failed = await perseus(takeover.standby, f"jobs show {takeover.holder.own_jobs[0]}")
+    failed = takeover.standby.perseus(f"jobs show {takeover.holder.own_jobs[0]}")
     assert (failed.exit_code, takeover.wait_count) == (1, 0)
     assert failed.stderr.startswith(f"error: no coordinator at {takeover.holder.address}: ")
 
 
-async def test_top_has_the_jobs_of_all_and_the_feeds_of_slot_0(coordinators: list[FakeCoordinator]) -> None:
+def test_top_has_the_jobs_of_all_and_the_feeds_of_slot_0(coordinators: list[FakeCoordinator]) -> None:
     for each in coordinators:
-        shown = json.loads((await perseus(each, "top --format json")).stdout)
+        shown = json.loads(each.perseus("top --format json").stdout)
         assert [job["job_id"] for job in shown["jobs"]] == JOBS
-        assert [feed["feed"] for feed in shown["feeds"]] == ["known to 0"]
-        feeds = json.loads((await perseus(each, "power feeds --format json")).stdout)
-        assert [feed["feed"] for feed in feeds] == ["known to 0"]
-    watched = await perseus(coordinators[0], "power watch")
+        feeds = json.loads(each.perseus("power feeds --format json").stdout)
+        assert [feed["feed"] for feed in (*shown["feeds"], *feeds)] == ["known to 0", "known to 0"]
+    watched = coordinators[0].perseus("power watch")
     assert watched.exit_code == 1, "it does not go on with what slot 1 knows"
     assert watched.stdout == "known to 0: 0 W drawn, no limit\n"
-    await coordinators[0].stop()
-    shown_without = await perseus(coordinators[1], "top --format json")
-    assert shown_without.exit_code == 1
-    assert json.loads(shown_without.stdout)["feeds"] == []
+    coordinators[0].stop()
+    shown_without = coordinators[1].perseus("top --format json")
+    assert (shown_without.exit_code, json.loads(shown_without.stdout)["feeds"]) == (1, [])
 
 
-async def test_a_fleet_is_asked_by_way_of_another_if_the_first_is_gone(
-    coordinators: list[FakeCoordinator],
-) -> None:
+def test_a_fleet_is_asked_by_way_of_another_if_the_first_is_gone(coordinators: list[FakeCoordinator]) -> None:
     request = job_service_pb2.ListJobsRequest()
-
-    def ask(fleet: Fleet) -> list[str]:
-        return [job.job_id for job in fleet.jobs(request)]
-
-    with escaping(Connection(coordinators[0].address)) as channel, Fleet(channel) as fleet:
-        assert await asyncio.to_thread(ask, fleet) == JOBS
-        await coordinators[0].stop()
-        del coordinators[0].addresses[0]
-        assert await asyncio.to_thread(ask, fleet) == coordinators[1].own_jobs
+    first, other = coordinators
+    with escaping(Connection(first.address)) as channel, Fleet(channel) as fleet:
+        assert [job.job_id for job in fleet.jobs(request)] == JOBS
+        first.stop()
+        del first.addresses[0]
+        assert [job.job_id for job in fleet.jobs(request)] == other.own_jobs
         assert fleet.missing == ["nobody serves slot 0 of 2"]
         with pytest.raises(typer.Exit):
-            await asyncio.to_thread(fleet.keeper)
+            fleet.keeper()

@@ -123,12 +123,3 @@ def test_a_file_that_may_not_be_written_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(typer.Exit):
         write(path)
     assert path.read_bytes() == b""
-
-
-def test_the_input_is_recognised_under_every_name(tmp_path: Path) -> None:
-    path, other = tmp_path / "file", tmp_path / "hard"
-    path.touch()
-    other.hardlink_to(path)
-    with pytest.raises(typer.Exit) as end:
-        Destination("--output", other).check(path)
-    assert end.value.exit_code == 2

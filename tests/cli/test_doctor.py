@@ -32,13 +32,14 @@ def found(done: Result) -> dict[str, dict[str, str]]:
 
 
 def test_a_good_set_up_is_reported_as_good(environment: dict[str, str]) -> None:
-    reported = perseus("doctor", **environment)
+    reported = perseus("doctor --format json", **environment)
     assert reported.exit_code == 0, reported.output
-    assert "it answers, over TLS" in reported.stdout
-    assert "✘" not in reported.stdout
-    rows = found(perseus("doctor --format json", **environment))
-    assert {row["verdict"] for row in rows.values()} == {"good"}
-    assert "clocks" in rows
+    rows = found(reported)
+    subjects = ("certificate", "coordinator", "credential", "versions", "clocks")
+    assert {subject: row["verdict"] for subject, row in rows.items()} == dict.fromkeys(subjects, "good")
+    assert rows["coordinator"]["found"] == "it answers, over TLS"
+    assert rows["credential"]["found"].endswith("scope operator")
+    assert "✘" not in perseus("doctor", **environment).stdout
 
 
 def test_problems_end_in_1_with_advice(agent: dict[str, str]) -> None:

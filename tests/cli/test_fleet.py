@@ -3,8 +3,6 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from itertools import pairwise
 from typing import Any
 
 import grpc
@@ -172,16 +170,6 @@ def test_what_nobody_serves_or_may_not_be_followed_is_an_error(
     coordinators[0].addresses[1] = address
     shown = coordinators[0].perseus(f"jobs show {coordinators[1].own_jobs[0]}")
     assert (shown.exit_code, shown.stderr) == (1, f"error: {coordinators[0].elsewhere(1).details}\n")
-
-
-def test_two_hops_are_the_most() -> None:
-    with ExitStack() as stack:
-        chain = [stack.enter_context(FakeCoordinator(0, {})) for _ in range(4)]
-        for here, there in pairwise(chain):
-            here.addresses[1] = there.address
-        chain[3].slot = 1
-        codes = [chain[at].perseus(f"jobs show {chain[3].own_jobs[0]}").exit_code for at in (0, 1)]
-    assert codes == [1, 0]
 
 
 def test_a_watch_goes_on_at_the_coordinator_that_takes_over(

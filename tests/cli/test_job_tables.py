@@ -1,14 +1,11 @@
 """Tables of `perseus jobs` for the coordinator's messages."""
 
-import io
-import re
 import shlex
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
-from rich.console import Console
 
 from perseus.cli.job_tables import (
     event_table,
@@ -20,7 +17,6 @@ from perseus.cli.job_tables import (
     report_table,
     run_table,
 )
-from perseus.cli.terminal import print_whole
 from perseus.cli.top_tables import Snapshot, screen
 from perseus.service.domain.stall import StallReason, StockReason, next_step
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2, rank_pb2
@@ -222,32 +218,6 @@ def test_the_limits_of_a_gpu_are_shown_with_its_rank() -> None:
     )
 
 
-def test_nothing_is_cut_at_80_columns() -> None:
-    rank = rank_pb2.Rank(
-        coordinates=rank_pb2.RankCoordinates(pipeline=127, stage=15, tensor=7),
-        state=rank_pb2.RANK_STATE_DISCONNECTED,
-        hostname="gpu-node-0123.cluster-with-a-long-name.example",
-        gpu_model="NVIDIA H100 80GB HBM3",
-        gpu_uuid="GPU-12345678-1234-1234-1234-123456789abc",
-        iteration=1_234_567,
-        offered_version=13,
-        in_force_version=12,
-        capped_clock_mhz=1200,
-    )
-    job = job_pb2.Job(
-        job_id="a-job-with-quite-a-long-name",
-        state=job_pb2.JOB_STATE_FINISHED,
-        figures=job_pb2.JobFigures(power_w=0.0, saving=job_pb2.Saving(energy_percent=12.5)),
-    )
-    for table in (rank_table([rank]), job_table([job]), screen(Snapshot([job], (), [rank]), 9)):
-        assert "…" not in rendered(table, 80)
-    assert (
-        lines(job_table([job]))[-1] == "a-job-with-quite-a-long-name finished 0 × 0 × 0 0/0 0.00 kW +12.5 %"
-    )
-
-
-# --- The report ---------------------------------------------------------------------------------------------
-
 PERIOD = job_pb2.ReportPeriod(
     number=4,
     state=job_pb2.JOB_STATE_PLANNED,
@@ -271,6 +241,33 @@ PERIOD.start_time.FromJsonString("2031-05-06T23:59:58Z")
 PERIOD.end_time.FromJsonString("2031-05-07T00:00:07Z")
 
 
+def test_nothing_is_cut_at_80_columns() -> None:
+    rank = rank_pb2.Rank(
+        coordinates=rank_pb2.RankCoordinates(pipeline=127, stage=15, tensor=7),
+        state=rank_pb2.RANK_STATE_DISCONNECTED,
+        hostname="gpu-node-0123.cluster-with-a-long-name.example",
+        gpu_model="NVIDIA H100 80GB HBM3",
+        gpu_uuid="GPU-12345678-1234-1234-1234-123456789abc",
+        iteration=1_234_567,
+        offered_version=13,
+        in_force_version=12,
+        capped_clock_mhz=1200,
+    )
+    job = job_pb2.Job(
+        job_id="a-job-with-quite-a-long-name",
+        state=job_pb2.JOB_STATE_FINISHED,
+        figures=job_pb2.JobFigures(power_w=0.0, saving=job_pb2.Saving(energy_percent=12.5)),
+    )
+    for table in (rank_table([rank]), job_table([job]), screen(Snapshot([job], (), [rank]), 9)):
+        assert "…" not in rendered(table, 80)
+    assert (
+        lines(job_table([job]))[-1] == "a-job-with-quite-a-long-name finished 0 × 0 × 0 0/0 0.00 kW +12.5 %"
+    )
+    report = rendered(report_table([PERIOD]), 80)
+    assert "…" not in report
+    assert {"10083", "10090", "1.025", "0.002", "780", "+0.0", "0.2", "+22.0"} <= set(report.split())
+
+
 def test_a_period_shows_its_errors_only_where_they_are_known() -> None:
     single = job_pb2.ReportPeriod(
         number=5,
@@ -289,17 +286,6 @@ def test_a_period_shows_its_errors_only_where_they_are_known() -> None:
         "780 ± 3 +0.0 ± 0.2 +22.0 ± 0.3",
         "5 planned 9 48 1 05-07 00:00:07 – 00:00:07 1.000 0 +2.0",
     ]
-
-
-def test_a_report_fits_80_columns_without_cut_figures() -> None:
-    console = Console(width=80, file=io.StringIO(), force_terminal=True)
-    print_whole(report_table([PERIOD]), to=console)
-    assert isinstance(console.file, io.StringIO)
-    shown = console.file.getvalue()
-    assert all(len(line) <= 80 for line in re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()), shown
-    assert "…" not in shown
-    for figure in ("10083", "10090", "1.025", "0.002", "780", "+0.0", "0.2", "+22.0"):
-        assert figure in shown
 
 
 @pytest.mark.parametrize(
@@ -329,9 +315,6 @@ def test_what_is_not_in_the_rows_is_noted_below_them(periods: list[dict[str, Any
     )
     basis = "slowdown and saved energy against the latest stock baseline"
     assert shown.partition(basis)[2].strip() == note
-
-
-# --- Events and next steps ----------------------------------------------------------------------------------
 
 
 def test_an_event_is_one_line_even_of_an_unknown_type() -> None:

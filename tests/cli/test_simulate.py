@@ -2,15 +2,16 @@
 
 import json
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from perseus.cli.simulate import tables
-from perseus.service.domain.power import Budget, Feed, FeedStatus
-from perseus.simulation.replay import Fleet, Replay, ReplayedBudget
+from perseus.simulation.build import build_fleet
+from perseus.simulation.replay import replay
+from perseus.simulation.scenario import read_scenario
 from tests.cli.commands import perseus, rendered, text
 from tests.cli.test_solve import HEADER, rows, written
 
@@ -64,60 +65,29 @@ def test_budgets_are_shown_as_perseus_power_shows_them(scenario: Path) -> None:
     assert "never" not in shown
 
 
-def test_power_above_a_power_cap_that_falls_is_shown() -> None:
-    feed = Feed("default", ramp_down_w_per_s=5.0)
-    status = FeedStatus(
-        "default",
-        limit_w=1000.0,
-        in_transition=True,
-        is_compliant=True,
-        to_pause=(),
-        beyond_tolerance=(),
-        measured_w=1081.0,
-        managed_w=1081.0,
-        unmanaged_w=0.0,
-        power_cap_w=1050.0,
-        held=(),
-        judged_w=None,
-        judged_mean_w=None,
-        judged_s=0.0,
-        is_above_power_cap=True,
-    )
-    fleet = Fleet(0.0, 7200.0, {"default": feed}, ())
-    budget = ReplayedBudget(Budget("a-budget-with-a-long-name", "default", 1000.0, 1800.0, None), 0.0)
-    done = Replay(
-        times_s=np.array([]),
-        durations_s=np.array([]),
-        speeds={},
-        powers_w={},
-        feeds_w={},
-        limits_w={},
-        power_caps_w={},
-        signals={},
-        statuses=[(3600.0, status)],
-        outcomes=[(budget, status)],
-        totals={},
-    )
-    row: dict[str, Any] = {"job_id": "a-job-with-a-long-name", "iteration_count": 1e4}
-    names = ("time_s", "stock_time_s", "energy_j", "stock_energy_j", "carbon_g", "stock_carbon_g", "cost")
-    row |= dict.fromkeys((*names, "stock_cost"), 1e6)
-    shown = rendered(tables(fleet, done, [row]), 80)
-    assert "1.00 h: default: 1081 W drawn, limit 1000 W, power cap 1050 W" in " ".join(shown.split())
+def test_power_above_a_power_cap_that_falls_is_shown(scenario: Path) -> None:
+    long = {'"x"': '"a-job-with-a-long-name"', '"cut"': '"a-budget-with-a-long-name"'}
+    for name, longer in long.items():
+        scenario.write_text(scenario.read_text().replace(name, longer))
+    fleet = build_fleet(read_scenario(scenario))
+    done = replay(fleet)
+    ((budget, status),) = done.outcomes
+    caps: dict[str, Any] = {"limit_w": 1000.0, "power_cap_w": 1050.0, "is_above_power_cap": True}
+    status = replace(status, in_transition=True, is_compliant=True, **caps)
+    above = replace(done, statuses=[(fleet.begin_s + 3600, status)], outcomes=[(budget, status)])
+    rows = [{"job_id": job_id, **asdict(totals)} for job_id, totals in done.totals.items()]
+    shown = rendered(tables(fleet, above, rows), 80)
+    assert re.search(r"1.00 h: default: \d+ W drawn, limit 1000 W, power cap 1050 W", " ".join(shown.split()))
     assert shown.split().count("ABOVE") == 2
     assert "…" not in shown
 
 
-def test_json_has_every_job(scenario: Path) -> None:
-    (job,) = json.loads(perseus("simulate", scenario, "--format", "json").stdout)
-    assert job["job_id"] == "x"
+def test_a_picture_is_drawn_beside_every_job_in_json(scenario: Path, tmp_path: Path) -> None:
+    result = perseus("simulate", scenario, "--plot", tmp_path / "fleet.svg", "--format", "json")
+    (job,) = json.loads(result.stdout)
+    assert (job["job_id"], job["carbon_g"]) == ("x", None)
     assert job["energy_j"] < job["stock_energy_j"]
     assert job["cost"] < job["stock_cost"]
-    assert job["carbon_g"] is None
-
-
-def test_a_picture_is_drawn(scenario: Path, tmp_path: Path) -> None:
-    result = perseus("simulate", scenario, "--plot", tmp_path / "fleet.svg")
-    assert result.exit_code == 0, result.output
     drawn = (tmp_path / "fleet.svg").read_text()
     assert drawn.startswith("<?xml")
     assert "<!-- feed default (kW) -->" in drawn

@@ -262,20 +262,6 @@ def test_measurements_of_almost_the_same_time_lower_the_bound_and_say_so(tmp_pat
     assert "too steep to plan on: the bounds are lower by at most 1e+02 % for it." in found
 
 
-def test_plan_is_made_for_the_requested_time(frontier: Path, tmp_path: Path) -> None:
-    asked_s = load(frontier)["tMinS"] * 1.0731
-    done = perseus("plan --iteration-time", asked_s, frontier, "--output", tmp_path / "plan.json")
-    assert done.exit_code == 0, done.output
-    plan = load(tmp_path / "plan.json")
-    assert plan["iterationTimeS"] <= asked_s
-    assert [len(stage["computations"]) for stage in plan["stages"]] == [8, 8]
-    first, last = plan["stages"][0]["computations"][0], plan["stages"][1]["computations"][-1]
-    assert ("FORWARD" in first["kind"], first["microbatch"]) == (True, 0)
-    assert ("BACKWARD" in last["kind"], last["microbatch"]) == (True, 3)
-    clocks_mhz = {each["clockMhz"] for stage in plan["stages"] for each in stage["computations"]}
-    assert clocks_mhz <= {1000, 800, 600}
-
-
 def test_no_slowdown_is_measured_against_the_highest_clocks_not_against_t_min(tmp_path: Path) -> None:
     """Every forward is 5 % faster one clock below the highest."""
     faster = [

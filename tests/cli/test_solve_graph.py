@@ -68,40 +68,23 @@ def test_a_graph_s_frontier_is_drawn(tmp_path: Path) -> None:
     assert picture.read_text().startswith("<?xml")
 
 
-CYCLE = "edges: expected no cycle, found 'read-1' → 'draft' → 'answer' → 'read-1'"
-UNKNOWN = "edge 'plan' → 'raed-2': expected two nodes of the graph, found 'raed-2'"
-
-
 @pytest.mark.parametrize(
-    ("part", "index", "members", "expected"),
+    ("part", "members", "expected"),
     [
-        ("edges", 0, {"earlier": "answer"}, CYCLE),
-        ("edges", 1, {"later": "raed-2"}, UNKNOWN),
-        ("nodes", 0, {"profile": ""}, "node 'plan': expected a profile, found none"),
-        ("nodes", 0, {"name": "draft"}, "nodes[4].name: expected each name once, found draft again"),
-        ("nodes", 0, {"clock": 5}, 'has no field named "clock" at "GraphProblem.nodes[0]"'),
-        (
-            "profiles",
-            0,
-            {"measurements": []},
-            "profile 'plan': expected at least one measured clock, found none",
-        ),
-        (
-            "resources",
-            0,
-            {"blockingPowerW": -1},
-            "resource 'large': expected a blocking power of 0 to 1e+10 W",
-        ),
+        ("edges", {"earlier": "answer"}, "found 'read-1' → 'draft' → 'answer' → 'read-1'"),
+        ("nodes", {"profile": ""}, "node 'plan': expected a profile, found none"),
+        ("nodes", {"clock": 5}, 'has no field named "clock" at "GraphProblem.nodes[0]"'),
+        ("resources", {"blockingPowerW": -1}, "resource 'large': expected a blocking power of 0 to 1e+10 W"),
     ],
 )
 def test_what_does_not_fit_is_named_in_one_line(
-    tmp_path: Path, part: str, index: int, members: dict[str, Any], expected: str
+    tmp_path: Path, part: str, members: dict[str, Any], expected: str
 ) -> None:
     document = load(EXAMPLE)
-    document[part][index].update(members)
+    document[part][0].update(members)
     path = tmp_path / "graph.json"
     path.write_text(json.dumps(document))
     done = perseus("solve --graph", path)
     assert done.exit_code == 2
-    assert f"error: {path}: " in text(done)
+    assert done.stderr.startswith(f"error: {path}: ")
     assert expected in text(done)

@@ -43,8 +43,14 @@ def test_a_command_warns_as_well() -> None:
 
 
 def test_health_reports_whether_a_coordinator_serves_and_the_reason(environment: dict[str, str]) -> None:
-    healthy = perseus("health", **environment)
-    assert (healthy.exit_code, healthy.output) == (0, "SERVING\n")
+    shown = {
+        "table": "SERVING\n",
+        "csv": "who,is_serving,status\ncoordinator,true,SERVING\n",
+        "json": '{\n  "who": "coordinator",\n  "is_serving": true,\n  "status": "SERVING"\n}\n',
+    }
+    for form, text in shown.items():
+        healthy = perseus(f"health --format {form}", **environment)
+        assert (healthy.exit_code, healthy.output) == (0, text)
     unknown = perseus("health", "--service", "nothing", **environment)
     assert unknown.exit_code == 2
     address = {"PERSEUS_COORDINATOR": environment["PERSEUS_COORDINATOR"]}
@@ -79,8 +85,9 @@ def test_a_small_authority(tmp_path: Path) -> None:
     assert stat.S_IMODE((folder / "ca.key").stat().st_mode) == 0o600
 
 
-def test_a_renewed_key_keeps_its_readers(tmp_path: Path) -> None:
+def test_a_renewed_key_keeps_its_readers_and_a_link_its_end(tmp_path: Path) -> None:
     folder, stem = tmp_path / "ca", tmp_path / "coordinator"
+    stem.with_suffix(".pem").symlink_to("elsewhere.pem")
     key = stem.with_suffix(".key")
     assert perseus("certificates", "authority", "--folder", folder).exit_code == 0
     renew = ("certificates", "server", "localhost", "--folder", folder, "--output", stem)
@@ -94,4 +101,4 @@ def test_a_renewed_key_keeps_its_readers(tmp_path: Path) -> None:
     assert key.read_bytes() != before
     after = key.stat()
     assert (stat.S_IMODE(after.st_mode), after.st_uid, after.st_gid) == (0o640, place.st_uid, place.st_gid)
-    assert stat.S_IMODE(stem.with_suffix(".pem").stat().st_mode) == 0o644
+    assert stat.S_IMODE((tmp_path / "elsewhere.pem").stat().st_mode) == 0o644

@@ -1,16 +1,14 @@
 """`perseus tokens`, and the search for tokens by commands and agents, with a real coordinator process."""
 
 import os
-import subprocess
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from perseus.demo.processes import Coordinator
 from tests.cli.commands import perseus
 from tests.cli.prepared import PreparedCoordinator
-from tests.cli.processes import COMMAND
 from tests.cli.test_requests import ANSWERS
 
 
@@ -50,11 +48,11 @@ def test_a_refused_token_is_named_by_its_origin_with_what_to_do(
 ) -> None:
     path = tmp_path / "other.token"
     path.write_text("perseus_unknown")
-    for name, value, origin in (
-        ("PERSEUS_TOKEN_FILE", str(path), path),
-        ("PERSEUS_TOKEN", "perseus_unknown", "PERSEUS_TOKEN"),
+    for given, origin in (
+        ({"PERSEUS_TOKEN_FILE": str(path)}, path),
+        ({"PERSEUS_TOKEN": "perseus_unknown"}, "PERSEUS_TOKEN"),
     ):
-        refused = perseus("jobs list", **{**environment, name: value})
+        refused = perseus("jobs list", **{**environment, **given})
         assert refused.exit_code == 1
         assert f"the coordinator does not know the token; the token is from {origin}. Give" in refused.stderr
         assert "--token-file or PERSEUS_TOKEN" in refused.stderr
@@ -76,31 +74,9 @@ def test_scripts_get_a_token_that_is_in_no_file_only(
     assert (tmp_path / "token").read_text() == "perseus_s3cret\n"
 
 
-@pytest.mark.parametrize(
-    ("form", "shown"),
-    [
-        ("csv", "who,is_serving,status\ncoordinator,true,SERVING\n"),
-        ("json", '{\n  "who": "coordinator",\n  "is_serving": true,\n  "status": "SERVING"\n}\n'),
-    ],
-)
-def test_scripts_get_the_health(environment: Mapping[str, str], form: str, shown: str) -> None:
-    done = perseus(f"health --format {form}", **environment)
-    assert (done.exit_code, done.stdout) == (0, shown)
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root's file is not under XDG_STATE_HOME")
 def test_the_commands_of_the_coordinators_user_find_the_token(tmp_path: Path) -> None:
     home = {"XDG_STATE_HOME": str(tmp_path)}
-    own = {
-        name: value for name, value in os.environ.items() if name != "PERSEUS_COORDINATOR_OPERATOR_TOKEN_FILE"
-    }
-    socket = f"unix:{tmp_path / 'c.sock'}"
-    command = [*COMMAND, "coordinator", f"--listen={socket}", f"--database={tmp_path / 'a.db'}"]
-    with subprocess.Popen(command, env={**own, **home}, stderr=subprocess.DEVNULL) as process:
-        try:
-            deadline_s = time.monotonic() + 60
-            while (done := perseus("jobs list", **home, PERSEUS_COORDINATOR=socket)).exit_code != 0:
-                assert time.monotonic() < deadline_s, done.stderr
-                time.sleep(0.2)
-        finally:
-            process.terminate()
+    with Coordinator(tmp_path, tmp_path / "a.db", environment=home, address=f"unix:{tmp_path}/c.sock") as own:
+        done = perseus("jobs list", **home, PERSEUS_COORDINATOR=own.start())
+    assert done.exit_code == 0, done.stderr

@@ -3,6 +3,7 @@
 import json
 import os
 import ssl
+import threading
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from perseus import configuration
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.demo import serving_scenario
 from perseus.demo.cluster import Cluster
-from perseus.demo.processes import Agent, Process
+from perseus.demo.processes import TIMEOUT_S, Agent, ClusterError, Process, logged, until
 from perseus.demo.security import Security
 from perseus.service.settings import CoordinatorSettings
 from tests.workloads import SMALL
@@ -42,6 +43,23 @@ def test_no_setting_of_this_machine_reaches_a_process(machine: None, tmp_path: P
     seen = json.loads(process.log.read_text())
     assert {name: seen[name] for name in OF_THE_MACHINE if name in seen} == {"PERSEUS_AGENT_SOCKET": "own"}
     assert seen["PATH"] == os.environ["PATH"]
+
+
+def test_a_later_entry_is_awaited(tmp_path: Path) -> None:
+    log = tmp_path / "agent.log"
+    log.write_text('not JSON\n{"event": "started"}\n{"event": "serv')
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(logged(log, "served")))
+    waiting.start()
+    with log.open("a") as more:
+        more.write('ed", "port": 7}\n')
+    waiting.join(timeout=TIMEOUT_S)
+    assert found == [{"event": "served", "port": 7}]
+
+
+def test_what_does_not_come_is_an_error_with_the_state() -> None:
+    with pytest.raises(ClusterError, match=r"expected a plan within 0 s\nno rank"):
+        until(lambda: False, "a plan", 0.0, state=lambda: "no rank")
 
 
 class Started:

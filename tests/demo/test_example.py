@@ -4,14 +4,15 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc.aio
 import pytest
 
 from perseus.demo import example
 from perseus.demo.example import ScriptError, ScriptOutcome, hook_of, judge_script, show
 from perseus.demo.example_rank import HOOKS_OF_PIPELINES, HOOKS_OF_REPLICAS
-from perseus.demo.observation import Observer
+from perseus.demo.observation import ObservationError, Observer
 from perseus.demo.summary import Iteration, Measurements
-from perseus.v1 import event_pb2, job_pb2
+from perseus.v1 import event_pb2, job_pb2, job_service_pb2
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -104,3 +105,21 @@ async def test_a_plan_that_is_withdrawn_while_it_is_measured_is_noticed() -> Non
     outcome = await example._watch(PlannedOnce())
     assert outcome.max_slowdown_percent == 10.0
     assert outcome.withdrawals == ["now JOB_STATE_SOLVING"]
+
+
+class FakeJobs:
+    async def GetJob(  # noqa: N802 - named by the contract
+        self, request: job_service_pb2.GetJobRequest, **_: float
+    ) -> job_service_pb2.GetJobResponse:
+        job = job_pb2.Job(job_id=request.job_id, state=job_pb2.JOB_STATE_STOCK, state_reason="made up")
+        return job_service_pb2.GetJobResponse(job=job)
+
+
+async def test_waiting_ends_when_a_job_goes_back_to_stock() -> None:
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        observer = Observer(channel, "job", Measurements(1), lambda: None)
+        observer._jobs = FakeJobs()  # type: ignore[assignment]
+        observer._state = job_pb2.JOB_STATE_STOCK
+        with pytest.raises(ObservationError) as caught:
+            await observer.until("a plan", lambda: False, timeout_s=600)
+    assert str(caught.value) == "expected a plan, found the job at JOB_STATE_STOCK: made up"

@@ -38,19 +38,6 @@ async def checked(channels: Channels, scopes: Collection[str] = ()) -> dict[str,
     return {check.subject.partition(" ")[0]: check for check in checks}
 
 
-async def test_all_is_well_with_certificates_and_an_operators_token(address: str, security: Security) -> None:
-    checks = await checked(security.channels(address))
-    assert {subject: check.verdict for subject, check in checks.items()} == {
-        "certificate": GOOD,
-        "coordinator": GOOD,
-        "credential": GOOD,
-        "versions": GOOD,
-        "clocks": GOOD,
-    }
-    assert checks["coordinator"].found == "it answers, over TLS"
-    assert checks["credential"].found.endswith("scope operator")
-
-
 async def test_a_token_of_another_scope_and_an_unknown_one_are_reported(
     address: str, security: Security
 ) -> None:

@@ -286,6 +286,7 @@ FAILURES = {
     "{gateway} --signing-key none": "none: can't be read: No such file",
     "{gateway} --broker-token-file none": "none: can't be read: No such file",
     "{gateway} --broker-tls-ca none": "none: can't be read: No such file",
+    "{gateway} --state garbage.db": "garbage.db: expected ",
     "store check --database photos.db": "expected an empty database or one of Perseus, found tables photos",
     "store export out.jsonl --database photos.db": "the database photos.db: … found tables photos",
     "store check --database garbage.db": "it is not a SQLite database",

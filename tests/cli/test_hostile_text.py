@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -131,19 +132,14 @@ def test_printable_text_is_unchanged_and_the_rest_is_escaped(text: str) -> None:
 @pytest.mark.parametrize("is_terminal", [True, False])
 @pytest.mark.parametrize("text", HOSTILE)
 def test_the_demos_display_shows_text_as_text(text: str, is_terminal: bool) -> None:
-    class Seen:
-        job = None
-        events = (event_pb2.JobEvent(sequence=1, message=text),)
-
-        class measurements:  # noqa: N801
-            phases = ()
-
     output = io.StringIO()
     console = Console(file=output, force_terminal=is_terminal, width=160, markup=False, emoji=False)
+    event = event_pb2.JobEvent(sequence=1, message=text)
+    seen = Mock(job=None, events=(event,), measurements=Mock(phases=()))
     display = LiveDisplay(console)
     display._live = None
     display.begin("stock")
-    display.refresh(Seen())  # type: ignore[arg-type]
+    display.refresh(seen)
     check_screen(output.getvalue())
     assert printable(text) in output.getvalue()
 

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from google.protobuf import json_format
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +21,6 @@ from perseus.solver import (
     plan_at,
     solve,
 )
-from perseus.v1 import frontier_pb2
 from tests.cli.commands import perseus, text
 from tests.cli.test_solve import HEADER, load, rows, written
 
@@ -127,16 +125,6 @@ def test_computations_may_have_no_setting_in_common(tmp_path: Path) -> None:
     names = {row["point"] for row in json.loads(result.stdout)}
     assert "EnvPipe within T*" in names
     assert not any("setting" in name for name in names)
-
-
-def test_a_profile_of_clocks_has_no_further_settings_in_its_files(tmp_path: Path) -> None:
-    frontier, plan = tmp_path / "frontier.json", tmp_path / "plan.json"
-    path = written(tmp_path / "profile.csv", rows())
-    assert perseus("solve --microbatches 4", path, "--output", frontier).exit_code == 0
-    assert perseus("plan --no-slowdown", frontier, "--output", plan).exit_code == 0
-    for file, message in ((frontier, frontier_pb2.Frontier()), (plan, frontier_pb2.Plan())):
-        assert "furtherSettings" not in file.read_text()
-        json_format.Parse(file.read_text(), message)
 
 
 @pytest.mark.parametrize(

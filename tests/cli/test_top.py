@@ -4,8 +4,8 @@ import io
 import os
 import re
 import signal
-import subprocess
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,12 +17,12 @@ from perseus.cli.terminal import screen_console
 from perseus.cli.top import show_until_interrupted
 from perseus.cli.top_tables import Snapshot, screen, summary
 from perseus.demo.cluster import Cluster
+from perseus.demo.processes import Process, until
 from perseus.demo.workload import DEMO
 from perseus.service.domain.stall import StockReason, next_step
 from perseus.v1 import job_pb2, job_service_pb2, power_service_pb2, rank_pb2
 from tests.cli.commands import lines
 from tests.cli.prepared import PreparedCoordinator
-from tests.cli.processes import COMMAND
 from tests.cli.test_requests import ANSWERS
 
 STOCK = job_pb2.JOB_STATE_STOCK
@@ -118,43 +118,34 @@ def test_in_a_narrow_pipe_no_word_is_cut(prepared: PreparedCoordinator) -> None:
 
 @pytest.mark.slow("a coordinator and a command start and end as processes")
 def test_in_a_terminal_it_survives_the_coordinator_s_end_until_ctrl_c(tmp_path: Path) -> None:
-    with Cluster(DEMO, tmp_path, tmp_path / "logs") as site:
+    with Cluster(DEMO, tmp_path, tmp_path / "logs") as site, terminal() as (ours, theirs):
         address = site.start_coordinator()
-        watch_its_end(site, {**site.security.of_operator(), "PERSEUS_COORDINATOR": address})
+        size = {"TERM": "xterm", "COLUMNS": "160", "LINES": "40"}
+        environment = {**site.security.of_operator(), "PERSEUS_COORDINATOR": address, **size}
+        command = ("-m", "perseus.cli", "top", "--interval-s", "0.5")
+        screen_bytes = b""
 
-
-def watch_its_end(site: Cluster, environment: dict[str, str]) -> None:
-    ours, theirs = os.openpty()
-    process = subprocess.Popen(
-        [*COMMAND, "top", "--interval-s", "0.5"],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env={**os.environ, **environment, "TERM": "xterm", "COLUMNS": "160", "LINES": "40"},
-        start_new_session=True,
-    )
-    os.close(theirs)
-    os.set_blocking(ours, False)
-    screen_bytes = b""
-
-    def until(text: bytes) -> None:
-        nonlocal screen_bytes
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while text not in screen_bytes:
-            assert time.monotonic() < deadline_s, screen_bytes[-2000:]
-            try:
+        def shows(text: bytes) -> bool:
+            nonlocal screen_bytes
+            with suppress(BlockingIOError):
                 screen_bytes += os.read(ours, 65_536)
-            except BlockingIOError:
-                time.sleep(0.05)
+            return text in screen_bytes
 
-    try:
-        until(b"0 jobs, 0 GPUs served")
-        site.stop_services()
-        until(b"no answer for")
-        process.send_signal(signal.SIGINT)
-        until(b"\x1b[?1049l")  # the screen from before is back
-        assert process.wait(TIMEOUT_S) == 128 + signal.SIGINT
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
+        with Process(tmp_path / "top.log", *command, environment=environment) as process:
+            process.launch(theirs)
+            until(lambda: shows(b"0 jobs, 0 GPUs served"), "the jobs", TIMEOUT_S)
+            site.stop_services()
+            until(lambda: shows(b"no answer for"), "that it gets no answer", TIMEOUT_S)
+            process.signal(signal.SIGINT)
+            until(lambda: shows(b"\x1b[?1049l"), "the screen from before", TIMEOUT_S)
+            assert process.wait(TIMEOUT_S) == 128 + signal.SIGINT
+
+
+@contextmanager
+def terminal() -> Iterator[tuple[int, int]]:
+    """Yield the ends of a terminal, ours without waiting."""
+    ends = os.openpty()
+    os.set_blocking(ends[0], False)
+    yield ends
+    for end in ends:
+        os.close(end)

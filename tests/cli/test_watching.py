@@ -1,11 +1,14 @@
-"""Output of `perseus jobs watch` for a coordinator's updates."""
+"""Output of `perseus jobs watch`, and progress: shown on a terminal only, for work that takes a while."""
 
 import io
 import json
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
+from perseus.cli import progress
 from perseus.cli.watching import Watching
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2
 
@@ -57,17 +60,59 @@ def test_json_is_an_object_on_a_line_for_each_update(capsys: pytest.CaptureFixtu
     assert found[6]["job"]["profiling_progress"] is None
 
 
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What is shown on a terminal."""
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, _environ={"TERM": "xterm", "COLUMNS": "100"})
+    for module in ("progress", "watching"):
+        monkeypatch.setattr(f"perseus.cli.{module}.has_terminal", lambda: True)
+        monkeypatch.setattr(f"perseus.cli.{module}.error_console", console)
+    return shown
+
+
 def test_a_bar_is_below_the_lines_on_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], terminal: io.StringIO
 ) -> None:
-    monkeypatch.setattr("perseus.cli.watching.has_terminal", lambda: True)
-    terminal = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "xterm", "COLUMNS": "100"})
-    monkeypatch.setattr("perseus.cli.watching.error_console", terminal)
     with Watching(as_json=False) as watching:
         for update in UPDATES[:6]:
             watching.show(update)
         watching._bar.refresh()
-    printed = capsys.readouterr()
-    assert isinstance(terminal.file, io.StringIO)
-    assert "1 of at most 12 clocks tried, done within 1 min 00 s" in terminal.file.getvalue()
-    assert printed.out == "00:00:00  [1] clock is measured\n          so far; new events follow\n"
+    assert "1 of at most 12 clocks tried, done within 1 min 00 s" in terminal.getvalue()
+    assert capsys.readouterr().out == "00:00:00  [1] clock is measured\n          so far; new events follow\n"
+
+
+def test_progress_is_shown_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: io.StringIO
+) -> None:
+    monkeypatch.setattr(progress, "SHOW_AFTER_S", 0.0)
+    with progress.working("Solving [/x]", is_measured=True) as report:
+        report(0.25)
+    assert "Solving [/x]" in terminal.getvalue()
+    assert "25 %" in terminal.getvalue()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_without_a_terminal_nothing_is_shown_and_invisible_steps_are_not_drawn_but_the_last_one_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = Mock()
+    monkeypatch.setattr(Progress, "update", update)
+    with progress.working("Solving", is_measured=True) as report:
+        for step in range(10_001):
+            report(step / 10_000)
+    drawn = [call.kwargs["completed"] for call in update.call_args_list]
+    assert 100 <= len(drawn) <= 201
+    assert (drawn[-1], drawn) == (1.0, sorted(drawn))
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("passed_s", "is_shown"), [(0.4, False), (0.6, True)])
+def test_quick_work_shows_nothing(monkeypatch: pytest.MonkeyPatch, passed_s: float, is_shown: bool) -> None:
+    now_s = 7.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    shown = progress.DelayedProgress()
+    shown.add_task("Working")
+    assert list(shown.get_renderables()) == []
+    now_s += passed_s
+    assert bool(list(shown.get_renderables())) == is_shown

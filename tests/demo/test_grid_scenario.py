@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,7 +24,6 @@ from perseus.demo.grid_scenario import (
     run_grid_scenario,
 )
 from perseus.demo.power_log import PowerLog, Sample, summary
-from perseus.demo.site_watch import SiteWatch
 from tests.small_jobs import planned_soon
 
 PHASES = [(FREE, 0.0, 10.0), (CUT, 10.0, 30.0), (DEEPER, 30.0, 50.0), (OVER, 50.0, 70.0)]
@@ -49,23 +49,6 @@ def test_a_violated_budget_and_missing_power_are_reported() -> None:
     assert over == "budget over: expected 1000 W again, found 800 W"
 
 
-class Witness:
-    """Records the steps, and the number of refreshes."""
-
-    def __init__(self) -> None:
-        self.steps: list[str] = []
-        self.refresh_count = 0
-
-    def begin(self, step: str) -> None:
-        self.steps.append(step)
-
-    def note(self, lines: list[str]) -> None:
-        pass
-
-    def refresh(self, watch: SiteWatch) -> None:
-        self.refresh_count += 1
-
-
 @pytest.mark.slow("three jobs train in real processes, and their power under budgets is measured")
 @pytest.mark.nightly("minutes; the grid's end-to-end test has budgets in real processes")
 @pytest.mark.timeout(900)
@@ -73,11 +56,11 @@ def test_the_whole_scenario_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     quick = [replace(job, gpu=replace(job.gpu, counter_period_s=0.02)) for job in grid_scenario.JOBS]
     monkeypatch.setattr(grid_scenario, "JOBS", quick)
     script = GridScript((0.87, 0.78), free_s=4.0, budget_s=24.0, over_s=8.0, ramp_time_s=1.0, settled_s=14.0)
-    witness = Witness()
+    witness = Mock()
     with planned_soon():
         reported = asyncio.run(run_grid_scenario(tmp_path, witness, script))
-    assert tuple(witness.steps) == STEPS
-    assert witness.refresh_count > 0
+    assert [call.args for call in witness.begin.call_args_list] == [(step,) for step in STEPS]
+    witness.refresh.assert_called()
     phases = json.loads((tmp_path / "summary.json").read_text())["phases"]
     assert [phase["name"] for phase in phases] == list(STEPS[1:])
     assert set(phases[2]["speeds"]) == {"easy", "usual", "strict"}

@@ -140,17 +140,16 @@ def test_a_hanging_driver_is_reported_without_waiting(
 
 
 @pytest.mark.parametrize(
-    ("observe", "backend", "may_set", "verdict"),
-    [(True, "nvml", False, GOOD), (False, "nvml", True, GOOD), (False, "nvml", False, UNKNOWN)],
+    ("changes", "may_set", "verdict"),
+    [({"observe": True}, False, GOOD), ({}, True, GOOD), ({}, False, UNKNOWN)],
 )
 def test_privileges_are_the_caller_s(
     settings: AgentSettings,
     monkeypatch: pytest.MonkeyPatch,
-    observe: bool,
-    backend: str,
+    changes: dict[str, bool],
     may_set: bool,
     verdict: Verdict,
 ) -> None:
     monkeypatch.setattr(node, "may_set_clocks", lambda: may_set)
-    other = settings.model_copy(update={"observe": observe, "gpu_backend": backend})
+    other = settings.model_copy(update={"gpu_backend": "nvml", **changes})
     assert verdicts(checked(other))["privileges"] is verdict

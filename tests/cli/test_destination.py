@@ -60,18 +60,6 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     assert stat.S_ISFIFO(path.stat().st_mode)
 
 
-def test_a_device_is_written_to() -> None:
-    master, slave = os.openpty()
-    try:
-        path = Path(os.ttyname(slave))
-        write(path)
-        assert os.read(master, 100) == CONTENT
-        assert stat.S_ISCHR(path.stat().st_mode)
-    finally:
-        os.close(master)
-        os.close(slave)
-
-
 @pytest.mark.parametrize("name", ["/dev/fd/{}", "/proc/self/fd/{}"])
 def test_output_is_appended_to_an_open_file(tmp_path: Path, name: str) -> None:
     with (tmp_path / "log").open("wb", buffering=0) as log:

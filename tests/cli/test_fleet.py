@@ -163,15 +163,6 @@ def test_a_command_about_a_job_is_answered_where_that_is_served(coordinators: li
     assert "did you mean job-1?" in unknown.stderr
 
 
-@pytest.mark.parametrize("address", ["", "10.0.0.1:50051"])
-def test_what_nobody_serves_or_may_not_be_followed_is_an_error(
-    coordinators: list[FakeCoordinator], address: str
-) -> None:
-    coordinators[0].addresses[1] = address
-    shown = coordinators[0].perseus(f"jobs show {coordinators[1].own_jobs[0]}")
-    assert (shown.exit_code, shown.stderr) == (1, f"error: {coordinators[0].elsewhere(1).details}\n")
-
-
 def test_a_watch_goes_on_at_the_coordinator_that_takes_over(
     coordinators: list[FakeCoordinator], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,15 +70,10 @@ def test_the_list_shows_state_clock_and_load() -> None:
     assert "210 W" in text
     assert "not controlled: GPU 2: expected a process" in text
     assert "\x1b" not in text
-    assert [each["name"] for each in json.loads(perseus("serving list --format json").stdout)] == [
-        "chat",
-        "new",
-    ]
-    assert (
-        perseus("serving list --format csv")
-        .stdout.splitlines()[1]
-        .startswith("chat,controlled,,1005,12,0,210.4,480.0")
-    )
+    listed = json.loads(perseus("serving list --format json").stdout)
+    assert [each["name"] for each in listed] == ["chat", "new"]
+    _, chat, _ = perseus("serving list --format csv").stdout.splitlines()
+    assert chat.startswith("chat,controlled,,1005,12,0,210.4,480.0")
 
 
 def test_one_instance_with_its_settings_and_predictions() -> None:

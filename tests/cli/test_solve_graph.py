@@ -46,9 +46,11 @@ def test_the_documented_commands_print_what_is_documented(tmp_path: Path) -> Non
     assert sentence in " ".join(SECTION.split())
 
 
-def test_plans_are_written_with_the_nodes(tmp_path: Path) -> None:
+def test_a_frontier_is_drawn_and_plans_are_written_with_the_nodes(tmp_path: Path) -> None:
     frontier, plan = tmp_path / "frontier.json", tmp_path / "plan.json"
-    assert perseus("solve", "--graph", EXAMPLE, "--points", 10, "--output", frontier).exit_code == 0
+    flags = ("--points", 10, "--output", frontier, "--plot", tmp_path / "frontier.svg")
+    assert perseus("solve", "--graph", EXAMPLE, *flags).exit_code == 0
+    assert (tmp_path / "frontier.svg").read_text().startswith("<?xml")
     names = [node["name"] for node in load(EXAMPLE)["nodes"]]
     assert [node["name"] for node in load(frontier)["graph"]["nodes"]] == names
     result = perseus("plan", frontier, "--iteration-time", 12, "--output", plan, "--format", "json")
@@ -60,12 +62,6 @@ def test_plans_are_written_with_the_nodes(tmp_path: Path) -> None:
     assert [
         (node["name"], node["clockMhz"], node["startS"], node["durationS"]) for node in written["nodes"]
     ] == [(row["node"], row["clock_mhz"], row["start_s"], row["duration_s"]) for row in rows]
-
-
-def test_a_graph_s_frontier_is_drawn(tmp_path: Path) -> None:
-    picture = tmp_path / "frontier.svg"
-    assert perseus("solve --points 10 --graph", EXAMPLE, "--plot", picture).exit_code == 0
-    assert picture.read_text().startswith("<?xml")
 
 
 @pytest.mark.parametrize(

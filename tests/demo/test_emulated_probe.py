@@ -35,7 +35,8 @@ def test_computations_take_the_gpu_s_time_and_energy_not_their_own(
     gpu: EmulatedGpu, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     connect = emulated_connect(tmp_path / "gpu", WORKS)
-    probe = connect(socket_path=tmp_path / "nothing.sock", job_id="job", pipeline=0, stage=0, gpu_uuid="none")
+    place = {"job_id": "job", "pipeline": 0, "stage": 0, "gpu_uuid": "none"}
+    probe = connect(socket_path=tmp_path / "nothing.sock", **place)
     assert "no agent" in caplog.text, "at stock, then"
     attachment = Attachment(Placement(0, 1, 0, 1), probe, LocalExchange())
     begin_s = time.monotonic()
@@ -51,7 +52,7 @@ def test_computations_take_the_gpu_s_time_and_energy_not_their_own(
     attachment.detach()
     assert took_s >= 0.25
 
-    cut = connect(socket_path=tmp_path / "nothing.sock", job_id="job", pipeline=0, stage=0, gpu_uuid="none")
+    cut = connect(socket_path=tmp_path / "nothing.sock", **place)
     begin_s = time.monotonic()
     cut.begin_computation(Kind.FORWARD, 0, 0)
     cut.begin_wait()

@@ -25,19 +25,14 @@ def two_pipelines(
     return [(0, number, version, time_s, energy_j), (1, number, version, time_s * 0.9, energy_j)]
 
 
-def test_phase_takes_the_slowest_pipeline_and_the_sum_of_energies() -> None:
-    found = measurements(*two_pipelines(1, 0, 2.0, 100.0), *two_pipelines(2, 0, 4.0, 300.0))
-    phase = found.close_phase("stock", [1, 2])
-    assert (phase.iteration_time_s, phase.energy_j_per_iteration) == (3.0, 400.0)
-    assert (phase.slowdown_percent, phase.saving_percent, phase.compared_with) == (0.0, 0.0, "stock")
-
-
-def test_phase_is_compared_with_the_named_one() -> None:
-    found = measurements(*two_pipelines(1, 0, 2.0, 100.0), *two_pipelines(2, 7, 2.1, 80.0))
-    found.close_phase("stock", [1])
-    phase = found.close_phase("plan", [2], "stock")
-    assert phase.slowdown_percent == pytest.approx(5.0)
-    assert phase.saving_percent == pytest.approx(20.0)
+def test_a_phase_has_the_slowest_pipeline_and_all_energies_and_is_compared_with_the_named_one() -> None:
+    rows = [*two_pipelines(1, 0, 1.5, 100.0), *two_pipelines(2, 0, 2.5, 100.0)]
+    found = measurements(*rows, *two_pipelines(3, 7, 2.1, 80.0))
+    stock = found.close_phase("stock", [1, 2])
+    assert (stock.iteration_time_s, stock.energy_j_per_iteration) == (2.0, 200.0)
+    assert (stock.slowdown_percent, stock.saving_percent, stock.compared_with) == (0.0, 0.0, "stock")
+    plan = found.close_phase("plan", [3], "stock")
+    assert (plan.slowdown_percent, plan.saving_percent) == pytest.approx((5.0, 20.0))
     assert as_json(found.phases)["phases"][1]["name"] == "plan"  # type: ignore[index]
 
 
@@ -57,8 +52,7 @@ def test_stock_iterations_leave_out_the_first_and_all_under_a_plan() -> None:
 def test_latest_iterations() -> None:
     found = measurements((0, 3, 0, 1.0, 1.0), (1, 2, 0, 2.0, 2.0))
     assert found.latest == 3
-    newest = found.latest_of(1)
-    assert newest is not None
+    assert (newest := found.latest_of(1)) is not None
     assert newest.number == 2
     assert Measurements(2).latest == -1
     assert Measurements(2).latest_of(0) is None

@@ -1,5 +1,6 @@
 """A coordinator that gives prepared answers and keeps the requests, for commands that ask it."""
 
+import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
@@ -10,27 +11,12 @@ from google.protobuf import message_factory
 from google.protobuf.message import Message
 from typer.testing import Result
 
-from perseus.v1 import (
-    frontier_service_pb2,
-    info_service_pb2,
-    job_service_pb2,
-    ledger_service_pb2,
-    power_service_pb2,
-    token_service_pb2,
-)
 from tests.cli.commands import perseus
 
-FILES = (
-    frontier_service_pb2,
-    info_service_pb2,
-    job_service_pb2,
-    ledger_service_pb2,
-    power_service_pb2,
-    token_service_pb2,
-)
+SERVICES = ("frontier", "info", "job", "ledger", "power", "token")
 METHODS = {
     method.name: method
-    for file in FILES
+    for file in (importlib.import_module(f"perseus.v1.{name}_service_pb2") for name in SERVICES)
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }

@@ -1,6 +1,7 @@
 """Every anticipated mistake: one line with what, where, expected and found; and an exit code."""
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -17,9 +18,19 @@ from perseus.tls.diagnosis import diagnose
 from tests.cli.commands import perseus
 from tests.cli.conftest import PROFILE
 from tests.cli.processes import call
+from tests.cli.test_simulate import PRICES, SCENARIO
 
 HUGE = "1" + 308 * "0"
 GRAPH = Path(__file__).parents[2] / "examples" / "graph" / "workflow.json"
+
+
+def graph_with(part: str, **members: object) -> str:
+    """Return the example of a graph whose first part of a kind has other members."""
+    document = json.loads(GRAPH.read_text())
+    document[part][0].update(members)
+    return json.dumps(document)
+
+
 HEADER, *MEASURED = PROFILE.splitlines()
 TWO_STAGES = [*MEASURED, *(f"1{row.removeprefix('0')}" for row in MEASURED)]
 
@@ -52,6 +63,21 @@ FILES: dict[str, str | bytes] = {
     "huge.toml": f"profile_budget_iterations = {HUGE}",
     "long.toml": "lease_s = 1e308",
     "kept.toml": "keep_event_count = 9007199254740993",
+    "scenario.toml": SCENARIO,
+    "no-start.toml": "duration_h = 1",
+    "no-profile.toml": SCENARIO.replace("profile.csv", "empty.json"),
+    "no-time.toml": SCENARIO.replace("price.csv", "now.csv"),
+    "price.csv": PRICES,
+    "now.csv": "timestamp,eur\nnow,1\n",
+    "nothing.toml": "",
+    "twice.toml": "seeds = [1, 1]",
+    "good.toml": 'forecasts = ["good"]',
+    "carbon.toml": '[[policies]]\nname = "y"\n'
+    'policy = { signal = "carbon", extra_time_percent = 1, horizon_h = 2 }',
+    "cycle.json": graph_with("edges", earlier="answer"),
+    "unprofiled.json": graph_with("nodes", profile=""),
+    "clock.json": graph_with("nodes", clock=5),
+    "watts.json": graph_with("resources", blockingPowerW=-1),
     "garbage.db": os.urandom(5000),
 }
 
@@ -78,6 +104,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert perseus("certificates authority --folder", folder / "authority").exit_code == 0
     for name in ("folder", "endless", "keys"):
         (folder / name).mkdir()
+    (folder / "endless" / "two.csv").symlink_to("../two.csv")
     (folder / "endless" / "ca.pem").symlink_to("/dev/zero")
     write_private(folder / "gateway.jwk", new_key("gateway-1")[0])
     flags = ("--microbatches", 2, "--points", 3, "--output", folder / "frontier.json")
@@ -90,6 +117,7 @@ SHORT = {
     "coordinator": "coordinator --listen 127.0.0.1:0 --operator-token-file operator.token --database",
     "agent": "agent --observe --gpu-backend emulated --emulated-gpus folder --socket",
     "gateway": "grid dsx-flex --identifier a --keys keys --signing-key gateway.jwk --state ../state.db",
+    "sweep": "simulate scenario.toml --sweep",
     "plain": "--coordinator localhost:1 --insecure",
     "long": "a" * 108,
     "huge": HUGE,
@@ -210,12 +238,30 @@ MISTAKES = {
     "solve --graph {graph} --compare": "--compare: expected without --graph",
     "solve --graph {graph} --processes 2": "--processes: expected without --graph",
     "solve --graph {graph} --limit-computations 7": "graph.nodes: expected at most 7 of them, found 8",
+    "solve --graph cycle.json": "cycle.json: … found 'read-1' → 'draft' → 'answer' → 'read-1'",
+    "solve --graph unprofiled.json": "unprofiled.json: node 'plan': expected a profile, found none",
+    "solve --graph clock.json": 'clock.json: … has no field named "clock" at "GraphProblem.nodes[0]"',
+    "solve --graph watts.json": "watts.json: resource 'large': expected a blocking power of 0 to 1e+10 W",
     "solve --graph missing.json": "missing.json: can't be read",
     "plan frontier.json": "expected one of --iteration-time and --no-slowdown",
     "plan frontier.json --no-slowdown --iteration-time 5": "one of --iteration-time and --no-slowdown",
     "plan frontier.json --iteration-time 0.01 --output plan.json": "--iteration-time",
     "plan frontier.json --iteration-time -1 --output plan.json": "--iteration-time",
     "plan frontier.json --iteration-time nan --output plan.json": "--iteration-time",
+    # Many profiles, and simulations.
+    "solve two.csv nothing-*.csv --microbatches 4": "nothing-*.csv: expected at least one file, found none",
+    "solve two.csv profile.csv --plot x.png --microbatches 4": "--plot: expected one profile, and no --dask",
+    "solve two.csv endless/two.csv --output all --microbatches 4": "profiles of different names, found",
+    "solve two.csv empty.json --microbatches 4": "empty.json",
+    "solve two.csv --dask tcp://host:8786 --microbatches 4": "tls://, or --dask-insecure for plaintext",
+    "solve two.csv --dask host:8 --dask-insecure --microbatches 4": "expected tls://HOST:PORT, found host:8",
+    "simulate no-start.toml": "start: Field required",
+    "simulate no-profile.toml": "job 'x': ",
+    "simulate no-time.toml": "now.csv, line 2, column timestamp: expected a time",
+    "{sweep} nothing.toml": "expected at least one of budgets, forecasts, policies, seeds",
+    "{sweep} twice.toml": "seeds: expected each once, found '1' twice",
+    "{sweep} good.toml": "forecasts.0: Input should be",
+    "{sweep} carbon.toml": "policy 'y': job 'x': expected a signal 'carbon', found none",
     # Contents of files.
     "solve chunks.csv --microbatches 4": "chunk_count: expected 1 on each stage for 1f1b, found 2",
     "solve settings.csv --microbatches 4": "at most 1024 rows … found 1025 of stage 0 forward",

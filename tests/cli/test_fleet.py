@@ -159,8 +159,7 @@ def test_a_command_about_a_job_is_answered_where_that_is_served(coordinators: li
             shown = each.perseus(f"jobs show {job_id} --format json")
             assert json.loads(shown.stdout)["state_reason"] == coordinators[slot_of(job_id, 2)].address
     unknown = coordinators[0].perseus("jobs show jop-1")
-    assert unknown.exit_code == 2
-    assert "did you mean job-1?" in unknown.stderr
+    assert (unknown.exit_code, "did you mean job-1?" in unknown.stderr) == (2, True)
 
 
 def test_a_watch_goes_on_at_the_coordinator_that_takes_over(

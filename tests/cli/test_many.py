@@ -33,13 +33,6 @@ policy = { signal = "price", extra_time_percent = 20, horizon_h = 2 }
 """
 
 
-CARBON = """
-[[policies]]
-name = "x"
-policy = { signal = "carbon", extra_time_percent = 1, horizon_h = 2 }
-"""
-
-
 @pytest.fixture
 def profiles(tmp_path: Path) -> list[Path]:
     return [written(tmp_path / f"stages-{count}.csv", rows(count)) for count in range(1, 5)]
@@ -69,29 +62,6 @@ def test_a_problem_that_fails_does_not_stop_the_others(profiles: list[Path], tmp
     )
     assert result.exit_code == 1
     assert text(result).count("took longer than 0.001 s") == 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["nothing-*.csv"], "nothing-*.csv: expected at least one file, found none"),
-        (["--plot", "x.png"], "--plot: expected one profile, and no --dask"),
-        (["other/stages-1.csv", "--output", "all"], "--output: expected profiles of different names, found"),
-        (["bad.csv"], "bad.csv"),
-        (["--dask", "tcp://host:8786"], "expected tls://, or --dask-insecure for plaintext"),
-        (["--dask", "host:8786", "--dask-insecure"], "--dask: expected tls://HOST:PORT, found host:8786"),
-    ],
-)
-def test_bad_input_is_one_line(
-    profiles: list[Path], tmp_path: Path, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "stages-1.csv").write_text(profiles[0].read_text())
-    (tmp_path / "bad.csv").write_text("stage\n")
-    monkeypatch.chdir(tmp_path)
-    result = perseus("solve", *profiles, *arguments, "--microbatches", 4)
-    assert result.exit_code == 2
-    assert expected in text(result)
 
 
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,23 +99,6 @@ def test_a_sweep_has_a_table_and_a_picture(scenario: Path, monkeypatch: pytest.M
     assert "scenario: 2 runs" in text(result)
     assert "as in the scenario" in text(result)
     assert "<!-- cost (% of stock) -->" in picture.read_text()
-
-
-@pytest.mark.parametrize(
-    ("sweep", "expected"),
-    [
-        ("", "expected at least one of budgets, forecasts, policies, seeds"),
-        ("seeds = [1, 1]", "seeds: expected each once, found '1' twice"),
-        ('forecasts = ["good"]', "forecasts.0: Input should be"),
-        (CARBON, "policy 'x': job 'x': expected a signal 'carbon', found none"),
-    ],
-)
-def test_a_bad_sweep_is_one_line(scenario: Path, sweep: str, expected: str) -> None:
-    path = scenario.with_name("sweep.toml")
-    path.write_text(sweep)
-    result = perseus("simulate", scenario, "--sweep", path)
-    assert result.exit_code == 2
-    assert expected in text(result)
 
 
 @pytest.mark.timeout(600)

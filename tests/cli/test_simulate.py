@@ -37,10 +37,13 @@ column = "eur"
 """
 
 
+PRICES = "timestamp,eur\n2022-01-01,0.2\n2022-01-01T01:00,0.3\n"
+
+
 @pytest.fixture
 def scenario(tmp_path: Path) -> Path:
     written(tmp_path / "profile.csv", rows())
-    (tmp_path / "price.csv").write_text("timestamp,eur\n2022-01-01,0.2\n2022-01-01T01:00,0.3\n")
+    (tmp_path / "price.csv").write_text(PRICES)
     path = tmp_path / "scenario.toml"
     path.write_text(SCENARIO)
     return path
@@ -91,23 +94,6 @@ def test_a_picture_is_drawn_beside_every_job_in_json(scenario: Path, tmp_path: P
     drawn = (tmp_path / "fleet.svg").read_text()
     assert drawn.startswith("<?xml")
     assert "<!-- feed default (kW) -->" in drawn
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "os_error_text"),
-    [
-        ("scenario.toml", "duration_h = 1", "start: Field required"),
-        ("profile.csv", "stage", "job 'x': "),
-        ("price.csv", "timestamp,eur\nnow,1\n", "price.csv, line 2, column timestamp: expected a time"),
-    ],
-)
-def test_bad_input_is_one_line_and_no_traceback(
-    scenario: Path, name: str, content: str, os_error_text: str
-) -> None:
-    (scenario.parent / name).write_text(content)
-    result = perseus("simulate", scenario)
-    assert result.exit_code == 2
-    assert os_error_text in text(result)
 
 
 def test_settings_that_agents_do_not_set_are_refused(scenario: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from perseus.service.storage.schema import HEAD
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import NewRun
 from tests.cli.commands import perseus
@@ -75,15 +74,12 @@ LOCKED = "it is locked: is another coordinator running on it?"
     [
         ("check", 0, "the store is consistent"),
         ("export {folder}/jobs.jsonl", 1, LOCKED),
-        ("import {folder}/empty.jsonl", 1, LOCKED),
     ],
 )
 async def test_a_store_in_use_is_only_read(
     tmp_path: Path, command: str, exit_code: int, message: str
 ) -> None:
     database = tmp_path / "jobs.db"
-    first = {"format": "perseus-store", "schema": HEAD, "slot_count": 1}
-    (tmp_path / "empty.jsonl").write_text(json.dumps(first))
     store = await SqlStore.open(database)
     call = f"store {command.format(folder=tmp_path)} --database"
     done = await asyncio.to_thread(perseus, call, database)

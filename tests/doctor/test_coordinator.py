@@ -4,17 +4,18 @@ import asyncio
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
-import grpc
 import pytest
 
 from perseus.demo.security import Security
 from perseus.doctor.checks import Check, Verdict
 from perseus.doctor.coordinator import coordinator_checks
-from perseus.service.api.elsewhere import Elsewhere
+from perseus.service.api.statuses import to_status
+from perseus.service.domain.errors import ServedElsewhereError
 from perseus.service.domain.members import Fleet, Member, Slot
 from perseus.service.server import running
 from perseus.tls.channels import Channels
 from perseus.tls.tokens import TokenSource
+from tests.cli.prepared import PreparedCoordinator
 from tests.service.grpc_fakes import make_secured_settings, make_settings
 
 GOOD, WARNING, BAD = Verdict.GOOD, Verdict.WARNING, Verdict.BAD
@@ -81,15 +82,12 @@ async def test_local_plaintext_is_good_and_a_client_without_a_token_is_anybody(t
 
 async def test_of_several_each_is_checked_until_one_serves(tmp_path: Path) -> None:
     async with running(make_settings(tmp_path)) as (address, _):
-        server = grpc.aio.server()
-        server.add_generic_rpc_handlers(
-            (Elsewhere(Fleet(members=[Member("other", address)], slots=[Slot(0, "other", 1)])),)
-        )
-        standby = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
-        channels = Channels(f"127.0.0.1:1,{standby}")
-        checks = await asyncio.to_thread(lambda: list(coordinator_checks(channels)))
-        await server.stop(None)
+        with PreparedCoordinator() as other:
+            standby = other.address
+            refusal = ServedElsewhereError(address=address, slot=0, standbys=[])
+            other.answers = {"GetInfo": to_status(refusal)}
+            channels = Channels(f"127.0.0.1:1,{standby}")
+            checks = await asyncio.to_thread(lambda: list(coordinator_checks(channels)))
     assert [(check.subject, check.verdict) for check in checks[:4]] == [
         ("coordinator 127.0.0.1:1", BAD),
         (f"coordinator {standby}", GOOD),

@@ -66,6 +66,8 @@ FILES: dict[str, str | bytes] = {
     "scenario.toml": SCENARIO,
     "no-start.toml": "duration_h = 1",
     "no-profile.toml": SCENARIO.replace("profile.csv", "empty.json"),
+    "limited.toml": SCENARIO.replace("profile.csv", "limited.csv"),
+    "limited.csv": "\n".join([f"{HEADER},power_limit_w", *(f"{row},300" for row in MEASURED)]),
     "no-time.toml": SCENARIO.replace("price.csv", "now.csv"),
     "price.csv": PRICES,
     "now.csv": "timestamp,eur\nnow,1\n",
@@ -255,8 +257,13 @@ MISTAKES = {
     "solve two.csv empty.json --microbatches 4": "empty.json",
     "solve two.csv --dask tcp://host:8786 --microbatches 4": "tls://, or --dask-insecure for plaintext",
     "solve two.csv --dask host:8 --dask-insecure --microbatches 4": "expected tls://HOST:PORT, found host:8",
+    "simulate none.toml": "none.toml: can't be read: No such file",
     "simulate no-start.toml": "start: Field required",
     "simulate no-profile.toml": "job 'x': ",
+    "simulate limited.toml": (
+        "job 'x': expected clocks alone in … as agents set nothing else, "
+        "found the further settings power_limit_w"
+    ),
     "simulate no-time.toml": "now.csv, line 2, column timestamp: expected a time",
     "{sweep} nothing.toml": "expected at least one of budgets, forecasts, policies, seeds",
     "{sweep} twice.toml": "seeds: expected each once, found '1' twice",
@@ -412,10 +419,8 @@ def test_a_silent_coordinator_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_grpc_adds_no_line_of_its_own(tmp_path: Path, is_taken_port: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}" if is_taken_port else f"unix:{tmp_path}"
-        command = (
-            "coordinator --database a.db --log-level error --operator-token-file operator.token --listen"
-        )
-        ended = call(*command.split(), address, cwd=tmp_path)
+        flags = "--database a.db --log-level error --operator-token-file operator.token --listen"
+        ended = call("coordinator", *flags.split(), address, cwd=tmp_path)
     assert ended.exit_code == 1
     assert f"cause='cannot listen on {address}" in ended.error
 

@@ -3,8 +3,6 @@
 import io
 import itertools
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from unittest.mock import Mock
 
@@ -152,11 +150,9 @@ def test_a_log_line_is_a_line(text: str) -> None:
     assert printable(text).split("\\x0a")[0] in line
 
 
-def test_log_lines_of_a_process_are_escaped() -> None:
-    script = (
-        "import structlog; from perseus import logs; logs.configure('info', 'console'); "
-        "structlog.get_logger().info('said', text='\\x1b[31mred\\nnext')"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "\\x1b[31mred\\x0anext" in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_log_lines_of_a_process_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("info", "console")
+    structlog.get_logger().info("said", text="\x1b[31mred\nnext")
+    logged = capsys.readouterr().err
+    assert "\\x1b[31mred\\x0anext" in logged
+    assert logged.count("\n") == 1

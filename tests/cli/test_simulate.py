@@ -13,7 +13,7 @@ from perseus.simulation.build import build_fleet
 from perseus.simulation.replay import replay
 from perseus.simulation.scenario import read_scenario
 from tests.cli.commands import perseus, rendered, text
-from tests.cli.test_solve import HEADER, rows, written
+from tests.cli.test_solve import rows, written
 
 SCENARIO = """
 start = 2022-01-01T00:00:00Z
@@ -94,15 +94,6 @@ def test_a_picture_is_drawn_beside_every_job_in_json(scenario: Path, tmp_path: P
     drawn = (tmp_path / "fleet.svg").read_text()
     assert drawn.startswith("<?xml")
     assert "<!-- feed default (kW) -->" in drawn
-
-
-def test_settings_that_agents_do_not_set_are_refused(scenario: Path, tmp_path: Path) -> None:
-    limited = [f"{row},300" for row in rows()]
-    written(tmp_path / "profile.csv", limited, f"{HEADER.strip()},power_limit_w")
-    result = perseus("simulate", scenario)
-    assert result.exit_code == 2
-    assert "job 'x': expected clocks alone in" in text(result)
-    assert "as agents set nothing else, found the further settings power_limit_w" in text(result)
 
 
 def test_a_wrong_unit_is_warned_of(scenario: Path) -> None:

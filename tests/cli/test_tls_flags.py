@@ -70,9 +70,8 @@ def test_a_small_authority(tmp_path: Path) -> None:
     server, agent = tmp_path / "coordinator", tmp_path / "agent"
     names = ["coordinator.example", "10.0.0.7", "::1"]
     assert perseus("certificates", "server", *names, "--folder", folder, "--output", server).exit_code == 0
-    made = perseus(
-        "certificates", "client", "gpu-node-17", "--folder", folder, "--output", agent, "--days", 3
-    )
+    output = ("--folder", folder, "--output", agent, "--days", 3)
+    made = perseus("certificates client gpu-node-17", *output)
     assert made.exit_code == 0
     assert f"certificate {agent}.pem, key {agent}.key" in made.output
 

@@ -6,6 +6,7 @@ import ssl
 import threading
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ from perseus.demo import serving_scenario
 from perseus.demo.cluster import Cluster
 from perseus.demo.processes import TIMEOUT_S, Agent, ClusterError, Process, logged, until
 from perseus.demo.security import Security
+from perseus.demo.tasks import rank_tasks
+from perseus.demo.trainer import Evaluations
+from perseus.emulation.gpu import EmulatedGpu
 from perseus.service.settings import CoordinatorSettings
 from tests.workloads import SMALL
 
@@ -60,6 +64,19 @@ def test_a_later_entry_is_awaited(tmp_path: Path) -> None:
 def test_what_does_not_come_is_an_error_with_the_state() -> None:
     with pytest.raises(ClusterError, match=r"expected a plan within 0 s\nno rank"):
         until(lambda: False, "a plan", 0.0, state=lambda: "no rank")
+
+
+def test_a_rank_evaluates_between_iterations_and_records_how_long_that_takes(tmp_path: Path) -> None:
+    workload = replace(SMALL, evaluation_s=0.01, evaluation_interval=2)
+    with Cluster(workload, tmp_path, tmp_path / "logs") as cluster:
+        task, *_ = rank_tasks(workload, tmp_path, cluster.socket, cluster.gpu_file)
+        gpu = EmulatedGpu(Path(task.gpu_file))
+        evaluations = Evaluations(task, workload.forward)
+        assert [evaluations.iteration_ended(gpu) for _ in range(4)] == [False, True, False, True]
+        gpu.close()
+        (first, time_s), (second, _) = cluster.evaluations(but=1)
+    assert (first, second) == (1, 3)
+    assert time_s > 0.005
 
 
 class Started:

@@ -100,9 +100,7 @@ def test_a_script_s_computations_are_those_of_its_stage_s_emulated_gpu(task: Ran
     assert done.returncode == 0, done.stderr
     took_s, *others = json.loads(done.stdout)
     assert took_s >= 0.1, "the forward of stage 1"
-    assert others == [[task.script], task.script, ""], (
-        "as torchrun starts it, without a GPU of this machine's"
-    )
+    assert others == [[task.script], task.script, ""], "as torchrun starts it, with no GPU of this machine"
     assert f"no agent at {task.agent_sockets[0]}" in done.stderr
 
 

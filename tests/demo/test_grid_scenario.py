@@ -109,12 +109,7 @@ def test_one_second_under_a_limit_is_not_enough() -> None:
 
 def test_a_summary_without_a_limit_shows_none() -> None:
     (free,) = summary(log_of(100.0, 300.0), [("free", 0.0, 2.0)], ["a"])
-    assert free == {
-        "name": "free",
-        "power_w": 200.0,
-        "limit_w": None,
-        "worst_ten_second_mean_w": 200.0,
-        "speeds": {"a": 1.0},
-    }
+    assert (free["name"], free["power_w"], free["limit_w"]) == ("free", 200.0, None)
+    assert (free["worst_ten_second_mean_w"], free["speeds"]) == (200.0, {"a": 1.0})
     (held,) = summary(log_of(100.0, limit_w=150.0), [("held", 0.0, 1.0)], [])
     assert held["limit_w"] == 150.0

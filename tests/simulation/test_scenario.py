@@ -76,8 +76,3 @@ def test_the_error_names_the_place(tmp_path: Path, text: str, message: str) -> N
         read_scenario(path)
     assert str(caught.value).startswith(str(path))
     assert message in str(caught.value)
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ScenarioError, match=r"none\.toml: can't be read: No such file"):
-        read_scenario(tmp_path / "none.toml")

@@ -8,8 +8,8 @@ from benchmarks.batch_cost import TimedCluster
 from perseus.service.domain.inputs import AgentDisconnected, RankLeft
 from perseus.service.domain.model import JobState, RankLeftReason
 from perseus.service.job.machine import JobMachine
-from perseus.service.web.page_files import packaged_page
-from tests.service.web.page_server import PageServer, serving
+from perseus.service.shell.coordinator import Coordinator
+from tests.service.web.page_server import Site, site
 
 
 def machine(
@@ -38,10 +38,17 @@ def machine(
     return cluster.machine
 
 
+class AtRest(Coordinator):
+    """Only writes: no lease expires."""
+
+    async def run(self) -> None:
+        await self.writer.run()
+
+
 @asynccontextmanager
-async def fleet(folder: Path, machines: Iterable[JobMachine]) -> AsyncIterator[PageServer]:
+async def fleet(folder: Path, machines: Iterable[JobMachine]) -> AsyncIterator[Site]:
     """Serve the page of a coordinator that has these jobs."""
-    async with serving(folder, is_at_rest=True, files=packaged_page()) as site:
+    async with site(folder, AtRest) as at_rest:
         for each in machines:
-            site.coordinator.live.begin(each, [], [])
-        yield site
+            at_rest.coordinator.live.begin(each, [], [])
+        yield at_rest

@@ -1,4 +1,4 @@
-"""The page's server over a real socket, without gRPC beside it; and a client that behaves like a browser."""
+"""A coordinator with a page, and a client that behaves like a browser."""
 
 import asyncio
 import json
@@ -7,44 +7,15 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 
-from perseus.metrics.readings import Readings
-from perseus.service.api.calls import unary_calls
-from perseus.service.api.frontier_service import FrontierService
-from perseus.service.api.job_service import JobService
-from perseus.service.api.ledger_service import LedgerService
-from perseus.service.api.power_service import PowerService
+from perseus.service import server
 from perseus.service.domain.principals import Grant, Scope
-from perseus.service.domain.retention import Retention
-from perseus.service.job.rules import Rules
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
-from perseus.service.storage.sql_store import SqlStore
-from perseus.service.web.access import HttpAuthenticator
-from perseus.service.web.app import make_app
-from perseus.service.web.listening import bind, listening
-from perseus.service.web.origin import Hosts
-from perseus.service.web.page_api import PageApi
-from perseus.service.web.page_files import PageFile
-from perseus.service.web.scrape import Scrape
-from perseus.v1 import frontier_service_pb2, job_service_pb2, ledger_service_pb2, power_service_pb2
 from tests.ports import free_port
-from tests.service.grpc_fakes import ALL_PLACES, Client, FakeAgent, ThreadWorker, connected, make_settings
-
-FILES = {
-    "index.html": PageFile.of("index.html", b"<!doctype html>" + b"<p>jobs</p>" * 100),
-    "view/main.js": PageFile.of("view/main.js", b"// " + b"x" * 500),
-    "tiny.css": PageFile.of("tiny.css", b"p{}"),
-}
-
-
-async def nothing() -> Readings:
-    return Readings()
-
-
-_OPERATED = ("SetBudget", "CancelBudget", "ListBudgets")
+from tests.service.grpc_fakes import ALL_PLACES, Client, FakeAgent, connected, make_settings
 
 
 @dataclass
@@ -90,75 +61,20 @@ async def browsing(url: str, **options: Any) -> AsyncIterator[Browser]:
 
 
 @dataclass
-class PageServer(Browser):
-    """A coordinator whose page is served at a URL, and a browser there."""
-
-    coordinator: Coordinator
-
-    async def token(self, scope: Scope, name: str = "me", expire_time_s: float | None = None) -> str:
-        patterns = ("*",) if scope is Scope.AGENT else ()
-        _, secret = await self.coordinator.tokens.create(name, Grant(scope, patterns), expire_time_s)
-        return secret
-
-
-@asynccontextmanager
-async def serving(
-    folder: Path,
-    *,
-    is_open: bool = True,
-    is_at_rest: bool = False,
-    files: Mapping[str, PageFile] = FILES,
-) -> AsyncIterator[PageServer]:
-    """Serve the page; `is_open`: without authentication; `is_at_rest`: leases do not expire."""
-    store = await SqlStore.open(folder / "jobs.db")
-    job_solver, request_solver = (
-        WorkerPool(JOBS, 1, 60.0, new_worker=ThreadWorker),
-        WorkerPool(REQUESTS, 1, 60.0, new_worker=ThreadWorker),
-    )
-    try:
-        coordinator = Coordinator(
-            store, job_solver, request_solver, Rules(lease_s=30.0, baseline_iterations=3), Retention()
-        )
-        await coordinator.start()
-        background = asyncio.ensure_future(coordinator.writer.run() if is_at_rest else coordinator.run())
-        jobs, quotas = coordinator.jobs, coordinator.quotas
-        protos = (
-            job_service_pb2.DESCRIPTOR,
-            frontier_service_pb2.DESCRIPTOR,
-            ledger_service_pb2.DESCRIPTOR,
-            power_service_pb2.DESCRIPTOR,
-        )
-        services = {name: each for file in protos for name, each in file.services_by_name.items()}
-        calls = [
-            *unary_calls(services["JobService"], JobService(jobs, quotas)),
-            *unary_calls(services["FrontierService"], FrontierService(jobs, quotas), but_for=("Solve",)),
-            *unary_calls(services["LedgerService"], LedgerService(coordinator.ledger, coordinator.quotas)),
-            *unary_calls(services["PowerService"], PowerService(coordinator.power, quotas), _OPERATED),
-        ]
-        access = None if is_open else HttpAuthenticator(coordinator.tokens, {})
-        app = make_app(Scrape(nothing), access, PageApi(coordinator, calls, access), files, Hosts({"board"}))
-        try:
-            async with listening(app, bind("127.0.0.1:0"), None, 1.0) as url, browsing(url) as browser:
-                yield PageServer(url, browser.session, coordinator)
-        finally:
-            await coordinator.close()
-            background.cancel()
-            await asyncio.gather(background, return_exceptions=True)
-    finally:
-        job_solver.close()
-        request_solver.close()
-        await store.close()
-
-
-@dataclass
 class Site(Browser):
-    """A whole coordinator, by gRPC and in a browser."""
+    """A whole coordinator: in this process, by gRPC and in a browser."""
 
     client: Client
+    coordinator: Coordinator
 
     @property
     def metrics(self) -> str:
         return f"{self.url}/metrics"
+
+    async def token(self, scope: Scope, name: str = "me") -> str:
+        patterns = ("*",) if scope is Scope.AGENT else ()
+        _, secret = await self.coordinator.tokens.create(name, Grant(scope, patterns), None)
+        return secret
 
     async def train(self, state: int, count: int = 0) -> FakeAgent:
         """Train the job until it has a state, and for some iterations more."""
@@ -170,13 +86,28 @@ class Site(Browser):
 
 
 @asynccontextmanager
-async def site(folder: Path, **settings: Any) -> AsyncIterator[Site]:
+async def site(folder: Path, kind: type[Coordinator] = Coordinator, **settings: Any) -> AsyncIterator[Site]:
+    """Run a coordinator of some kind with a page, by default without authentication."""
     http = f"127.0.0.1:{free_port()}"
-    async with (
-        connected(make_settings(folder, http=http, **settings)) as client,
-        browsing(f"http://{http}") as browser,
-    ):
-        yield Site(browser.url, browser.session, client)
+    made: list[Coordinator] = []
+
+    def make(*parts: Any, **options: Any) -> Coordinator:
+        made.append(kind(*parts, **options))
+        return made[0]
+
+    with patch.object(server, "Coordinator", make):
+        async with (
+            connected(make_settings(folder, http=http, **settings)) as client,
+            browsing(f"http://{http}") as browser,
+        ):
+            yield Site(browser.url, browser.session, client, made[0])
+
+
+@asynccontextmanager
+async def guarded(folder: Path) -> AsyncIterator[Site]:
+    """Run a coordinator whose page asks for a login."""
+    async with site(folder, insecure=False, operator_token_file=folder / "operator.token") as made:
+        yield made
 
 
 @dataclass

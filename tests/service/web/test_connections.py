@@ -15,7 +15,7 @@ from perseus.demo.security import Security
 from perseus.service.web import http_port
 from tests.ports import free_port
 from tests.service.grpc_fakes import make_secured_settings, running_here
-from tests.service.web.page_server import serving
+from tests.service.web.page_server import site
 from tests.service.web.test_metrics import client_context
 
 HALF = b"GET /metrics HTTP/1.1\r\nHost: board\r\nX-Half: "
@@ -57,30 +57,30 @@ async def test_half_a_request_keeps_nobody_out_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: bytes
 ) -> None:
     monkeypatch.setattr(http_port, "QUIET_S", 60.0)  # until the others are refused
-    async with serving(tmp_path) as site, asyncio.timeout(20), aiohttp.ClientSession() as session:
+    async with site(tmp_path) as here, asyncio.timeout(20), aiohttp.ClientSession() as session:
         with capture_logs() as logs:
-            silent = [await opened(site.url, message) for _ in range(8)]
-            refused = [await opened(site.url, message) for _ in range(50)]
+            silent = [await opened(here.url, message) for _ in range(8)]
+            refused = [await opened(here.url, message) for _ in range(50)]
             assert [await each.read() for each in refused] == 50 * [b""], "as many as one address may have"
             with pytest.raises(aiohttp.ClientError):
-                await session.get(f"{site.url}/metrics")
+                await session.get(f"{here.url}/metrics")
             monkeypatch.setattr(http_port, "QUIET_S", 0.0)
             answers = [await each.read() for each in silent]
             assert all(answer == b"" or answer.startswith(b"HTTP/1.1 408 ") for answer in answers)
-            async with session.get(f"{site.url}/metrics") as answer:
+            async with session.get(f"{here.url}/metrics") as answer:
                 assert answer.status == 200
         reported = [line for line in logs if line["event"] == "connection refused"]
         assert [line["reason"] for line in reported] == ["TOO_MANY_CONNECTIONS"], "once in a while"
 
 
 async def test_an_event_stream_is_not_a_quiet_connection(tmp_path: Path) -> None:
-    async with serving(tmp_path) as site, aiohttp.ClientSession() as session:
-        async with session.get(f"{site.url}/api/watch/jobs") as stream:
+    async with site(tmp_path) as here, aiohttp.ClientSession() as session:
+        async with session.get(f"{here.url}/api/watch/jobs") as stream:
             assert await stream.content.readline()
             await asyncio.sleep(1.0)  # longer than a quiet connection may last
             assert not stream.content.at_eof()
             assert not stream.connection.transport.is_closing()  # type: ignore[union-attr]
-        async with session.get(f"{site.url}/metrics") as answer:
+        async with session.get(f"{here.url}/metrics") as answer:
             assert answer.status == 200
 
 

@@ -11,9 +11,11 @@ from google.protobuf import json_format
 from perseus.service.domain.errors import InternalError
 from perseus.service.shell.jobs import Jobs
 from perseus.service.web import single_flight_cache
+from perseus.service.web.page_files import PageFile
+from perseus.service.web.scrape import Scrape
 from perseus.v1 import job_pb2, job_service_pb2
 from tests.service.grpc_fakes import ALL_PLACES, spec_message
-from tests.service.web.page_server import Answer, ask, serving, site
+from tests.service.web.page_server import Answer, ask, guarded, site
 
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
 
@@ -88,7 +90,7 @@ async def test_answers_agree_with_grpc(tmp_path: Path) -> None:
 async def test_invalid_requests_are_answered_like_grpc(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(tmp_path) as server:
+    async with site(tmp_path) as server:
         call = server.call
         assert (await call("RegisterJob", registration())).status == 200
         missing = await call("GetJob", {"job_id": "another"})
@@ -127,27 +129,29 @@ async def test_invalid_requests_are_answered_like_grpc(
         assert_refused(fault, 500, "INTERNAL", "INTERNAL")
         assert "planted" not in fault.text
         assert fault.json["message"] == str(InternalError(cause="ArithmeticError"))
+        monkeypatch.setattr(Scrape, "answer", failing)
+        fault = await server.get("metrics")
+        assert_refused(fault, 500, "INTERNAL", "INTERNAL")
+        assert "planted" not in fault.text
 
 
 async def test_the_pages_files(tmp_path: Path) -> None:
     async with (
-        serving(tmp_path, is_open=False) as server,
+        guarded(tmp_path) as server,
         aiohttp.ClientSession(auto_decompress=False) as session,
     ):
         plain = {"Accept-Encoding": "identity"}
         page = await ask(session, "GET", server.url, headers=plain)
         assert (page.status, page.headers["Content-Type"]) == (200, "text/html; charset=utf-8")
         assert page.text.startswith("<!doctype html>")
-        script = await ask(session, "GET", f"{server.url}/static/view/main.js", headers=plain)
+        script = await ask(session, "GET", f"{server.url}/static/main.js", headers=plain)
         assert script.headers["Content-Type"] == "text/javascript; charset=utf-8"
-        async with session.get(f"{server.url}/static/view/main.js") as packed:
+        async with session.get(f"{server.url}/static/main.js") as packed:
             assert packed.headers["Content-Encoding"] == "gzip"
-            assert len(await packed.read()) < 100
-        async with session.get(f"{server.url}/static/tiny.css") as tiny:
-            assert "Content-Encoding" not in tiny.headers
-            assert await tiny.read() == b"p{}"
+            assert len(await packed.read()) < len(script.text) / 2
+        assert PageFile.of("tiny.css", b"p{}").packed is None
         etag = {"If-None-Match": script.headers["ETag"]}
-        same = await ask(session, "GET", f"{server.url}/static/view/main.js", headers=etag)
+        same = await ask(session, "GET", f"{server.url}/static/main.js", headers=etag)
         assert (same.status, same.text) == (304, "")
         for path in ("absent.js", "../app.py", "..%2fapp.py", "view", "%2e%2e/%2e%2e/server.py"):
             async with session.get(f"{server.url}/static/{path}") as absent:
@@ -155,7 +159,7 @@ async def test_the_pages_files(tmp_path: Path) -> None:
 
 
 async def test_every_answer_restricts_the_page(tmp_path: Path) -> None:
-    async with serving(tmp_path, is_open=False) as server:
+    async with guarded(tmp_path) as server:
         statuses = set()
         for method, path in (
             ("GET", "/"),

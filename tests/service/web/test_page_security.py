@@ -6,8 +6,10 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
 from perseus.demo.security import Security
+from perseus.metrics.readings import Readings
 from perseus.release import release
 from perseus.service.domain.errors import (
     CredentialMissingError,
@@ -18,10 +20,13 @@ from perseus.service.domain.errors import (
 from perseus.service.domain.principals import Grant, Scope
 from perseus.service.shell.tokens import Tokens
 from perseus.service.web import event_stream, sessions
+from perseus.service.web.access import HttpAuthenticator
+from perseus.service.web.app import make_app
+from perseus.service.web.scrape import Scrape
 from perseus.service.web.sessions import LoginRateLimiter, Sessions
 from tests.ports import free_port
-from tests.service.grpc_fakes import make_secured_settings, make_settings, running_here
-from tests.service.web.page_server import browsing, serving
+from tests.service.grpc_fakes import make_secured_settings, running_here
+from tests.service.web.page_server import browsing, guarded, site
 from tests.service.web.test_metrics import client_context
 from tests.service.web.test_page_api import assert_refused, registration
 
@@ -30,7 +35,7 @@ NOBODY = {"name": "", "scope": "", "requires_login": True, "may_control": False,
 
 
 async def test_a_login_and_its_end(tmp_path: Path) -> None:
-    async with serving(tmp_path, is_open=False) as server:
+    async with guarded(tmp_path) as server:
         secret = await server.token(Scope.READER)
         assert (await server.get("session")).json == NOBODY
         unknown = await server.call("ListJobs", {})
@@ -66,7 +71,7 @@ async def test_a_login_and_its_end(tmp_path: Path) -> None:
 
 
 async def test_failed_logins(tmp_path: Path) -> None:
-    async with serving(tmp_path, is_open=False) as server:
+    async with guarded(tmp_path) as server:
         wrong = await server.log_in("perseus_wrong")
         assert_refused(wrong, 401, "UNAUTHENTICATED", "TOKEN_UNKNOWN")
         agent = await server.log_in(await server.token(Scope.AGENT))
@@ -84,7 +89,7 @@ async def test_failed_logins(tmp_path: Path) -> None:
 
 
 async def test_an_operator_controls_from_our_own_page_only(tmp_path: Path) -> None:
-    async with serving(tmp_path, is_open=False) as server:
+    async with guarded(tmp_path) as server:
         url, secret = server.url, await server.token(Scope.OPERATOR)
         elsewhere = await server.log_in(secret, {"Origin": "http://evil"})
         assert_refused(elsewhere, 403, "PERMISSION_DENIED", "ORIGIN_MISMATCH")
@@ -117,16 +122,21 @@ async def test_an_operator_controls_from_our_own_page_only(tmp_path: Path) -> No
 
 
 async def test_a_rebound_name_is_refused(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server:
+    async with site(tmp_path) as server:
         port = server.url.rpartition(":")[2]
         rebound = "evil.example", f"evil.example:{port}", f"127.0.0.1.evil.example:{port}"
         for host in (*rebound, "", "[", "a@localhost.b"):
             for path in ("", "session", "api/watch/jobs", "metrics"):
                 refused = await server.get(path, {"Host": host})
                 assert_refused(refused, 403, "PERMISSION_DENIED", "HOST_UNKNOWN")
-        hosts = ("localhost", f"LOCALHOST:{port}", "a.localhost.", "[::1]:80", "10.1.2.3", f"board:{port}")
+        hosts = ("localhost", f"LOCALHOST:{port}", "a.localhost.", "[::1]:80", "10.1.2.3")
         for host in hosts:
             assert (await server.get("session", {"Host": host})).status == 200, host
+
+    async with site(tmp_path, http_hosts="Board, other") as server:
+        for host, status in (("board", 200), ("other:80", 200), ("third", 403)):
+            assert (await server.get("session", {"Host": host})).status == status, host
+        port = server.url.rpartition(":")[2]
         # Our page under that name has that origin.
         for origin, status in ((f"http://board:{port}", 200), (server.url, 403)):
             board = {"Host": f"board:{port}", "Origin": origin}
@@ -134,7 +144,7 @@ async def test_a_rebound_name_is_refused(tmp_path: Path) -> None:
 
 
 async def test_no_login_is_needed_under_insecure(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server:
+    async with site(tmp_path) as server:
         everybody = {
             "name": "anybody",
             "scope": "operator",
@@ -154,7 +164,7 @@ async def test_a_revoked_token_ends_session_and_streams(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr(event_stream, "CHECK_S", 0.05)
-    async with serving(tmp_path, is_open=False) as server:
+    async with guarded(tmp_path) as server:
         operator = {"Authorization": f"Bearer {await server.token(Scope.OPERATOR, 'op')}"}
         async with browsing(server.url, headers=operator) as program:
             await program.call("RegisterJob", registration())
@@ -169,7 +179,7 @@ async def test_a_revoked_token_ends_session_and_streams(
 
 async def test_logging_out_ends_the_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_stream, "CHECK_S", 0.05)
-    async with serving(tmp_path, is_open=False) as server:
+    async with guarded(tmp_path) as server:
         await server.log_in(await server.token(Scope.READER))
         async with server.watch("jobs") as stream:
             await stream.next()
@@ -179,7 +189,7 @@ async def test_logging_out_ends_the_streams(tmp_path: Path, monkeypatch: pytest.
 
 async def test_streams_of_one_principal_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_stream, "MAX_STREAMS_OF_ONE", 2)
-    async with serving(tmp_path) as server, server.watch("jobs") as first, server.watch("jobs") as second:
+    async with site(tmp_path) as server, server.watch("jobs") as first, server.watch("jobs") as second:
         await asyncio.gather(first.next(), second.next())
         refused = await server.get("api/watch/jobs")
         assert_refused(refused, 429, "RESOURCE_EXHAUSTED", "LIMIT_REACHED")
@@ -203,17 +213,42 @@ async def test_over_tls_the_cookie_is_for_tls_and_this_host_only(tmp_path: Path)
 
 
 async def test_a_coordinator_on_loopback_requires_a_login_but_lets_anybody_scrape(tmp_path: Path) -> None:
-    http, file = f"127.0.0.1:{free_port()}", tmp_path / "operator.token"
-    settings = make_settings(
-        tmp_path, http=http, http_hosts="Board, other", insecure=False, operator_token_file=file
-    )
-    async with running_here(settings), browsing(f"http://{http}") as browser:
+    file = tmp_path / "operator.token"
+    async with guarded(tmp_path) as browser:
         assert (await browser.get("metrics")).status == 200
         assert_refused(await browser.call("ListJobs", {}), 401, "UNAUTHENTICATED", "CREDENTIAL_MISSING")
         assert (await browser.log_in(file.read_text().strip())).json["may_control"]
         assert (await browser.call("ListJobs", {})).json["jobs"] == []
-        for host, status in (("board", 200), ("other:80", 200), ("third", 403)):
-            assert (await browser.get("session", {"Host": host})).status == status, host
+
+
+async def test_scrapes_need_a_reader_or_an_operator_where_others_reach_the_port(tokens: Tokens) -> None:
+    async def nothing() -> Readings:
+        return Readings()
+
+    _, reader = await tokens.create("prometheus", Grant(Scope.READER), None)
+    _, operator = await tokens.create("admin", Grant(Scope.OPERATOR), None)
+    _, agent = await tokens.create("agents", Grant(Scope.AGENT, ("*",)), None)
+    app = make_app(Scrape(nothing), HttpAuthenticator(tokens, {}))
+    async with TestClient(TestServer(app)) as client:
+
+        async def status(credential: str | None) -> int:
+            headers = {} if credential is None else {"Authorization": credential}
+            response = await client.get("/metrics", headers=headers)
+            text = await response.text()
+            assert response.status != 403 or "expected" in text
+            assert agent not in text
+            return response.status
+
+        assert [await status(each) for each in (None, "Basic abc", "Bearer perseus_wrong")] == [401] * 3
+        assert [await status(f"Bearer {each}") for each in (agent, reader, operator)] == [403, 200, 200]
+        await tokens.revoke("prometheus")
+        assert await status(f"Bearer {reader}") == 401
+
+
+async def test_a_browser_may_be_logged_in_at_several_slots_on_one_host(tokens: Tokens) -> None:
+    request = make_mocked_request("GET", "/", headers={"Cookie": "perseus=first; perseus-1=second"})
+    assert HttpAuthenticator(tokens, {}).session_id(request) == "first"
+    assert HttpAuthenticator(tokens, {}, slot=1).session_id(request) == "second"
 
 
 # ---------------------------------------------------------------------- sessions alone
@@ -264,13 +299,13 @@ async def test_sessions_are_bounded_and_replace_their_tokens_oldest(
 
 
 async def test_sessions_outlive_a_restart_and_those_that_were_ended_do_not(tmp_path: Path) -> None:
-    async with serving(tmp_path, is_open=False) as server:
+    async with guarded(tmp_path) as server:
         secret = await server.token(Scope.READER)
         some = Sessions(server.coordinator.tokens)
         kept, principal = await some.begin(secret)
         ended, _ = await some.begin(secret)
         await some.end(ended)
-    async with serving(tmp_path, is_open=False) as server:
+    async with guarded(tmp_path) as server:
         some = Sessions(server.coordinator.tokens)
         assert some.find(kept) == principal
         with pytest.raises(CredentialMissingError):

@@ -4,7 +4,9 @@ import asyncio
 
 import pytest
 
+from perseus.metrics.readings import Readings
 from perseus.service.web import single_flight_cache
+from perseus.service.web.scrape import Scrape
 from perseus.service.web.single_flight_cache import SingleFlightCache
 
 
@@ -62,3 +64,21 @@ async def test_failures_are_not_kept_and_the_oldest_answer_is_dropped() -> None:
     assert len(answers._kept) == 2
     assert await answers.get("a", maker.make) == 2
     assert await answers.get("b", maker.make) == 5
+
+
+async def test_simultaneous_scrapes_share_an_answer() -> None:
+    count, now_s = 0, 1e6
+
+    async def counted() -> Readings:
+        nonlocal count
+        count += 1
+        return Readings()
+
+    scrape = Scrape(counted, lambda: now_s)
+    text = await scrape.answer("text/plain")
+    assert await scrape.answer("text/plain") is text
+    assert "openmetrics" in (await scrape.answer("application/openmetrics-text; version=1.0.0"))[1]
+    assert count == 1
+    now_s += 1.0
+    await scrape.answer("text/plain")
+    assert count == 2

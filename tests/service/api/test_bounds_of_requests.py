@@ -31,6 +31,7 @@ from tests.service.grpc_fakes import (
     sent,
     spec_message,
 )
+from tests.torture.malformed_messages import paths
 
 FLOATS = [math.nan, math.inf, -math.inf, 1.7e308, -1.7e308]
 INTEGERS = {
@@ -60,15 +61,10 @@ def is_number(field: Any) -> bool:
     return field.cpp_type in INTEGERS or field.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE
 
 
-def declared(descriptor: Descriptor, path: Path_ = ()) -> Iterator[Path_]:
+def declared(descriptor: Descriptor) -> set[Path_]:
     """Return all numbers of a message, by their path; a bundle's messages also come alone."""
-    for field in descriptor.fields:
-        if field.name == "bundle":
-            continue
-        if field.message_type is not None:
-            yield from declared(field.message_type, (*path, field.name))
-        elif is_number(field):
-            yield (*path, field.name)
+    numbers = (path for path in paths(descriptor) if is_number(path[-1]) and path[0].name != "bundle")
+    return {tuple(field.name for field in path) for path in numbers}
 
 
 def holders(message: Message, path: Path_) -> Iterator[tuple[Message, Any]]:
@@ -166,13 +162,13 @@ async def test_every_number_of_agents_messages_has_bounds(
     agent = await joined(client)
     bases = output(agent)
     bases[0].rank_joined.gpu.uuid = "another"  # or another place would be refused for its GPU
-    paths = set(declared(ConnectRequest.DESCRIPTOR)) - OF_STREAM - OF_COORDINATOR
-    found = {path for base in bases for path in paths if any(holders(base, path))}
-    assert found == paths, "set what is missing"
+    numbers = declared(ConnectRequest.DESCRIPTOR) - OF_STREAM - OF_COORDINATOR
+    found = {path for base in bases for path in numbers if any(holders(base, path))}
+    assert found == numbers, "set what is missing"
     before = (await client.job()).SerializeToString()
     let_in = []
     for base in bases:
-        for path in sorted(path for path in paths - NEVER_ANSWERED if any(holders(base, path))):
+        for path in sorted(path for path in numbers - NEVER_ANSWERED if any(holders(base, path))):
             for value, message in spoiled(base, path):
                 if path[0] == "telemetry" and path[-1] != "sequence":  # or it counts as taken before
                     agent.sequence += 1
@@ -298,9 +294,9 @@ async def test_every_number_of_clients_requests_has_bounds(client: Client) -> No
         if method.containing_service.name not in OF_CLIENTS:
             continue
         own = [base for base in bases if method.input_type == base.DESCRIPTOR]
-        paths = set(declared(method.input_type))
-        assert {path for base in own for path in paths if any(holders(base, path))} == paths, name
-        for path in sorted(path for path in paths if path[-1] not in CLAMPED):
+        numbers = declared(method.input_type)
+        assert {path for base in own for path in numbers if any(holders(base, path))} == numbers, name
+        for path in sorted(path for path in numbers if path[-1] not in CLAMPED):
             base = next(each for each in own if any(holders(each, path)))
             for value, message in spoiled(base, path):
                 reason, _ = await outcome(client.ask(name, message))

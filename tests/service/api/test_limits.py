@@ -16,9 +16,10 @@ from structlog.testing import capture_logs
 from perseus.service.domain.messages import problem_to_proto
 from perseus.service.domain.statement import Statement
 from perseus.service.shell.ledger import Ledger
-from perseus.v1 import computation_pb2, job_service_pb2
+from perseus.v1 import computation_pb2, frontier_pb2, job_service_pb2
 from tests.service.grpc_fakes import (
     TIMEOUT_S,
+    Client,
     FakeAgent,
     connected,
     joined,
@@ -29,8 +30,11 @@ from tests.service.grpc_fakes import (
     until,
 )
 from tests.service.sites import Site
-from tests.service.solving.problems import large_problem
+from tests.service.solving.problems import large_problem, make_problem
 
+SMALL = problem_to_proto(make_problem())
+LARGE = problem_to_proto(large_problem())
+"""Of 4096 computations."""
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -135,11 +139,32 @@ def gpipe(stage_count: int, microbatch_count: int) -> dict[str, Any]:
     return {"stage_count": stage_count, "schedule": schedule}
 
 
+def solve(
+    client: Client, problem: frontier_pb2.PipelineProblem, points: int = 3, timeout_s: float = 600
+) -> Any:
+    return client.ask("Solve", problem=problem, point_count=points, timeout_s=timeout_s)
+
+
+async def test_a_solve_ends_with_its_deadline_and_delays_no_other(client: Client) -> None:
+    await solve(client, SMALL)
+    gone = [solve(client, LARGE, timeout_s=0.3) for _ in range(3)]
+    cancelled = solve(client, LARGE)
+    assert [await call.code() for call in gone] == [grpc.StatusCode.DEADLINE_EXCEEDED] * 3
+    cancelled.cancel()
+    answer = await solve(client, SMALL, timeout_s=3 * TIMEOUT_S)
+    assert len(answer.frontier.points) == 3
+
+
+async def test_a_solve_has_a_time_limit(tmp_path: Path) -> None:
+    async with connected(make_settings(tmp_path, request_limit_s=0.1)) as client:
+        refused = await refusal(solve(client, LARGE))
+        assert refused == (grpc.StatusCode.DEADLINE_EXCEEDED, "SOLVER_TIMEOUT", {"limit_s": "0.1"})
+
+
 async def test_solves_at_once_and_their_size_are_limited(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, limit_solves=2, limit_solve_computations=4096)
-    problem = problem_to_proto(large_problem())  # of 4096 computations
     async with connected(settings) as client:
-        calls = [client.ask("Solve", problem=problem, point_count=3, timeout_s=600) for _ in range(3)]
+        calls = [solve(client, LARGE) for _ in range(3)]
         waiting = [asyncio.ensure_future(refusal(call)) for call in calls]
         done, others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         code, reason, values = done.pop().result()
@@ -148,9 +173,15 @@ async def test_solves_at_once_and_their_size_are_limited(tmp_path: Path) -> None
         for call in calls:
             call.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        larger = client.ask("Solve", problem=gpipe(2, 1025), point_count=3)
-        code, reason, values = await refusal(larger)
-        assert (code, values["expected"]) == (INVALID, "at most 4096 computations")
+        values = {"field": "problem.schedule.named.microbatch_count", "found": "4100 computations"}
+        larger = solve(client, frontier_pb2.PipelineProblem(**gpipe(2, 1025)))
+        assert await refusal(larger) == (
+            INVALID,
+            "INVALID_FIELD",
+            values | {"expected": "at most 4096 computations"},
+        )
+        values = {"field": "point_count", "expected": "at most 2048 for 4096 computations", "found": "10000"}
+        assert await refusal(solve(client, LARGE, points=10_000)) == (INVALID, "INVALID_FIELD", values)
 
 
 async def test_listings_of_the_ledger_at_once_are_limited(

@@ -1,13 +1,14 @@
-"""The messages that wait for a slow agent stay few."""
+"""Messages to agents: those that wait for a slow one stay few, and what goes to many is made once."""
 
 import asyncio
 
 import pytest
 
 from perseus.service.api import outbox
+from perseus.service.api.memo import Memo
 from perseus.service.api.outbox import Outbox
 from perseus.service.domain.errors import LeaseExpiredError, ReaderTooSlowError
-from perseus.v1 import agent_service_pb2
+from perseus.v1 import agent_service_pb2, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectResponse
 
 
@@ -123,3 +124,30 @@ async def test_many_messages_are_taken_a_few_at_a_time_in_their_order() -> None:
         assert len(messages) <= outbox._TAKE_BATCH
         taken += messages
     assert taken == [*(accepted(str(index)) for index in range(100)), *(offer(index) for index in range(100))]
+
+
+def test_a_message_is_made_once_per_value_and_only_the_latest_are_kept() -> None:
+    made: list[tuple[int, ...]] = []
+
+    def make(value: tuple[int, ...]) -> rank_pb2.RankCoordinates:
+        made.append(value)
+        return rank_pb2.RankCoordinates(pipeline=value[0])
+
+    kept = Memo(make, limit=2)
+    values = [(number,) for number in range(3)]
+    assert kept.of(values[0]) is kept.of(values[0])
+    assert kept.of(values[1]).pipeline == 1
+    assert made == values[:2]
+    assert kept.of(values[2]).pipeline == 2
+    assert kept.of(values[1]).pipeline == 1
+    assert made == values
+    assert kept.of(values[0]).pipeline == 0  # it was dropped before
+    assert made == [*values, values[0]]
+
+
+def test_equal_values_are_distinguished() -> None:
+    def make(value: list[int]) -> rank_pb2.RankCoordinates:
+        return rank_pb2.RankCoordinates(pipeline=len(value))
+
+    kept = Memo(make, limit=8)
+    assert kept.of([1]) is not kept.of([1])

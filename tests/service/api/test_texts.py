@@ -1,7 +1,6 @@
 """No text is accepted that is too long or not printable: every text field of every request, by the
 descriptors."""
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -13,40 +12,24 @@ from perseus.service.api.texts import check_texts, holds_text
 from perseus.v1 import job_service_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest
 from tests.service.grpc_fakes import METHODS, Client, FakeAgent, make_request, refusal
+from tests.torture.malformed_messages import Path, paths
 
 HOSTILE = ("\x1b[31mred", "two\nlines", "\u202eright to left", "x" * 1025)
 
-Path_ = tuple[FieldDescriptor, ...]
+
+def texts(descriptor: Descriptor) -> list[Path]:
+    """Return the path of every text field in a message; a bundle's messages also come alone."""
+    strings = [path for path in paths(descriptor) if path[-1].type == FieldDescriptor.TYPE_STRING]
+    return [path for path in strings if path[0].name != "bundle"]
 
 
-def texts(descriptor: Descriptor, above: Path_ = ()) -> Iterator[Path_]:
-    """Return the path of every text field in a message."""
-    for field in descriptor.fields:
-        path = (*above, field)
-        if field.type == FieldDescriptor.TYPE_STRING:
-            yield path
-        elif field.message_type is not None and field.name != "bundle":  # its messages also come alone
-            yield from texts(field.message_type, path)
-
-
-def put(message: Message, path: Path_, text: str) -> str:
+def put(message: Message, path: Path, text: str) -> str:
     """Put a text there, and return the field's name as errors contain it."""
-    names = []
-    part: Any = message
-    for field in path[:-1]:
-        value = getattr(part, field.name)
-        names.append(field.name + ("[0]" if field.is_repeated else ""))
-        if field.is_repeated:
-            part = value[0] if value else value.add()
-        else:
-            value.SetInParent()
-            part = value
-    last = path[-1]
-    if last.is_repeated:
-        getattr(part, last.name).append(text)
-    else:
-        setattr(part, last.name, text)
-    return ".".join([*names, last.name + ("[0]" if last.is_repeated else "")])
+    part: Any = text
+    for field in reversed(path):
+        part = {field.name: [part] if field.is_repeated else part}
+    message.MergeFrom(type(message)(**part))
+    return ".".join(field.name + "[0]" * field.is_repeated for field in path)
 
 
 REQUESTS = [

@@ -21,10 +21,11 @@ from perseus.service.api.translate_agents import (
     offer_to_proto,
     telemetry_from_proto,
 )
-from perseus.service.api.translate_jobs import event_filter_from_proto, spec_from_proto
+from perseus.service.api.translate_jobs import event_filter_from_proto, rank_to_proto, spec_from_proto
 from perseus.service.api.translate_problems import check_problem_size, plan_to_proto, problem_from_proto
 from perseus.service.domain import model
 from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.inputs import TelemetryArrived
 from perseus.service.domain.messages import NUMBERS, frontier_to_proto, problem_to_proto, spec_to_proto
 from perseus.service.domain.specification import (
     Coordinates,
@@ -35,7 +36,7 @@ from perseus.service.domain.specification import (
     Parallelism,
     build_schedule,
 )
-from perseus.service.domain.telemetry import KINDS, ComputationColumns
+from perseus.service.domain.telemetry import KINDS, ClockStatistics, ComputationColumns
 from perseus.solver import (
     Computation,
     Kind,
@@ -51,6 +52,7 @@ from perseus.solver import (
 from perseus.solver.shrinkage import MIN_CLOCKS
 from perseus.v1 import (
     agent_service_pb2,
+    clock_statistics_pb2,
     computation_pb2,
     event_pb2,
     frontier_pb2,
@@ -60,6 +62,7 @@ from perseus.v1 import (
 )
 from perseus.v1.job_service_pb2 import ListJobEventsRequest
 from tests.service.frontiers import FRONTIER
+from tests.service.service_fakes import Cluster, batch, make_spec
 
 INTERLEAVED = ScheduleName.INTERLEAVED_ONE_FORWARD_ONE_BACKWARD
 
@@ -386,3 +389,44 @@ UNKNOWN: Any = [99]
 def test_errors_name_invalid_filters(request_: ListJobEventsRequest, expected: str) -> None:
     with pytest.raises(InvalidFieldError, match=expected):
         event_filter_from_proto(request_)
+
+
+CLOCKS = clock_statistics_pb2.ClockStatistics(
+    plan_version=3,
+    set_count=40,
+    computation_count=64,
+    late_raise_count=2,
+    missed_count=1,
+    computation_time_s=4.0,
+    on_clock_time_s=3.5,
+    set_latency_s=0.012,
+    margin_s=0.001,
+    prediction_error_s=0.0004,
+)
+
+
+def arrived(message: clock_statistics_pb2.ClockStatistics) -> ClockStatistics:
+    batch = agent_service_pb2.TelemetryBatch(sequence=1, rank=rank_pb2.RankCoordinates(), clocks=message)
+    clocks = telemetry_from_proto(batch, "agent").batch.clocks
+    assert clocks is not None
+    return clocks
+
+
+def test_the_coordinator_shows_a_ranks_latest_clock_statistics() -> None:
+    cluster = Cluster(make_spec(pipelines=1))
+    cluster.join_all()
+    clocks = arrived(CLOCKS)
+    place = Coordinates(0, 0, 0)
+    rank = cluster.ranks[place]
+    for each in (replace(clocks, set_count=1), clocks):
+        rank.sequence += 1
+        reported = batch(rank.sequence, [], 1, 0.8)._replace(clocks=each)
+        cluster.send(TelemetryArrived(place, rank.instance_id, reported))
+    shown = {each.coordinates: each for _, each in cluster.machine.run.ranks.select(model.RankFilter(), 0)}
+    assert rank_to_proto(shown[place]).clocks == CLOCKS
+    assert not rank_to_proto(shown[Coordinates(0, 1, 0)]).HasField("clocks")
+
+
+def test_a_rank_without_predictions_has_no_prediction_error() -> None:
+    clocks = arrived(clock_statistics_pb2.ClockStatistics(plan_version=1))
+    assert clocks.prediction_error_s is None

@@ -1,16 +1,19 @@
-"""Agents' reports of GPU errors end in the job's event log, whether or not the rank ever joins."""
+"""Agents' reports about ranks that may never join: GPU errors, and trainers that mark no iterations."""
 
 from typing import Any
 
+import grpc
 import pytest
 
 from perseus.service.api.translate_agents import gpu_error_from_proto
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.model import GpuErrorReason
+from perseus.service.shell.agents import MAX_UNMARKED_COUNT
 from perseus.v1 import agent_service_pb2, event_pb2, rank_pb2
 from tests.service.grpc_fakes import Client, FakeAgent
 
 WHY = "nvmlInit: Driver Not Loaded"
+UNMARKED = "10 optimizer steps without a marked iteration: the attached model is in eval()"
 
 
 def gpu_error(stage: int, reason: int) -> agent_service_pb2.GpuError:
@@ -52,3 +55,50 @@ def test_every_reason_of_the_wire_is_known() -> None:
     assert {gpu_error_from_proto(gpu_error(0, reason)).reason for reason in wire} == set(GpuErrorReason)
     with pytest.raises(InvalidFieldError, match=r"gpu_error\.reason"):
         gpu_error_from_proto(gpu_error(0, rank_pb2.GPU_ERROR_REASON_UNSPECIFIED))
+
+
+async def report(agent: FakeAgent, message: str, stage: int = 0, job_id: str = "job") -> None:
+    await agent.send(trainer_unmarked={"job_id": job_id, "rank": {"stage": stage}, "message": message})
+
+
+async def next_step(client: Client) -> str:
+    """Return a job's next step, or the error for an unregistered one."""
+    try:
+        return (await client.job()).next_step
+    except grpc.aio.AioRpcError as error:
+        return f"{error.code().name}: {error.details()}"
+
+
+async def test_the_first_rank_without_marks_is_the_next_step_until_it_marks_or_its_agent_is_gone(
+    client: Client,
+) -> None:
+    agent = FakeAgent(client, places=[])
+    await agent.hello()
+    await report(agent, "another reason", stage=1)
+    await report(agent, UNMARKED)
+    await report(agent, "of another job", job_id="GPT3")
+    await agent.beat()
+    first = f"pipeline 0, stage 0, tensor 0 on host: {UNMARKED}"
+    assert await next_step(client) == f"NOT_FOUND: job 'job' is not registered: {first}"
+
+    await client.register()
+    assert await next_step(client) == first
+    await report(agent, "")
+    await agent.beat()
+    assert await next_step(client) == "pipeline 0, stage 1, tensor 0 on host: another reason"
+    await agent.end()
+    again = FakeAgent(client, places=[])
+    await again.hello()
+    assert "stage 1" not in await next_step(client)
+
+
+async def test_one_agents_reports_are_bounded(client: Client) -> None:
+    agent = FakeAgent(client, places=[])
+    await agent.hello()
+    for number in range(MAX_UNMARKED_COUNT):
+        await report(agent, UNMARKED, job_id=f"other-{number}")
+    await report(agent, UNMARKED)
+    await report(agent, "x" * 1025)
+    await agent.until(lambda: len(agent.messages_refused) == 1)
+    assert agent.messages_refused[0].field == "trainer_unmarked.message"
+    assert await next_step(client) == "NOT_FOUND: job 'job' is not registered"

@@ -1,8 +1,7 @@
 """A coordinator with a page, and a ledger that was filled beforehand."""
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,8 @@ from playwright.async_api import Locator, Page
 from perseus.service.domain.ledger import HOUR_S, EnergyHour, EnergySums, Rates, Reference
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import Entry, JobDeleted, JobEntry, NewRun
-from perseus.v1.ledger_service_pb2 import ListLedgerEntriesRequest, ListLedgerEntriesResponse
-from perseus.v1.ledger_service_pb2_grpc import LedgerServiceStub
-from tests.ports import free_port
-from tests.service.grpc_fakes import TIMEOUT_S, Client, connected, make_settings
 from tests.service.service_fakes import make_spec
+from tests.service.web.page_server import Site, site
 
 NOW = datetime(2026, 11, 22, 13, 14, tzinfo=UTC)
 BASELINE = Reference(0, 25, 4.0e4, 1e6 * 24)
@@ -62,40 +58,20 @@ ENTRIES: list[Entry] = [
 ]
 
 
-@dataclass
-class Site:
-    """A coordinator with a page and a ledger."""
-
-    client: Client
-    url: str
-
-    async def ledger(
-        self, job_id: str = "", times: Mapping[str, datetime] | None = None
-    ) -> ListLedgerEntriesResponse:
-        """Return gRPC's entries: of a job or all of them, between `start_time` and `end_time`."""
-        request = ListLedgerEntriesRequest(job_id=job_id)
-        for field, time in (times or {}).items():
-            getattr(request, field).FromDatetime(time)
-        stub = LedgerServiceStub(self.client.channel)
-        found: ListLedgerEntriesResponse = await stub.ListLedgerEntries(request, timeout=TIMEOUT_S)
-        return found
-
-    async def open(self, page: Page) -> None:
-        """Open the ledger, at a fixed time."""
-        await page.clock.set_fixed_time(NOW)
-        await page.goto(f"{self.url}/#/ledger")
-
-
 @asynccontextmanager
 async def serving(folder: Path, entries: Iterable[Entry] = (), **settings: Any) -> AsyncIterator[Site]:
     store = await SqlStore.open(folder / "perseus.db")
     for each in entries:
         await store.write([each])
     await store.close()
-    http = f"127.0.0.1:{free_port()}"
-    own = make_settings(folder, http=http, keep_ledger_days=36_500, **settings)
-    async with connected(own) as client:
-        yield Site(client, f"http://{http}")
+    async with site(folder, keep_ledger_days=36_500, **settings) as made:
+        yield made
+
+
+async def open_ledger(site: Site, page: Page) -> None:
+    """Open the ledger, at a fixed time."""
+    await page.clock.set_fixed_time(NOW)
+    await page.goto(f"{site.url}/#/ledger")
 
 
 def table_row(page: Page, name: str) -> Locator:

@@ -16,7 +16,7 @@ from perseus.demo.workload import DEMO
 from tests.service.grpc_fakes import Client
 from tests.web.browser import browsing, log_in, panel
 from tests.web.fleet import fleet, machine
-from tests.web.ledgers import ENTRIES, serving, table_row
+from tests.web.ledgers import ENTRIES, open_ledger, serving, table_row
 
 _LONG_MS = 240_000
 
@@ -77,7 +77,7 @@ async def _large_job(folder: Path) -> None:
 async def _ledger(folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="perseus-") as name:
         async with serving(Path(name), ENTRIES) as site, browsing(height=620) as page:
-            await site.open(page)
+            await open_ledger(site, page)
             await expect(table_row(page, "total")).to_be_visible()
             await _picture(page, folder / "page-ledger.png")
 

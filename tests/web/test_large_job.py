@@ -6,6 +6,8 @@ import pytest
 from playwright.async_api import expect
 
 from perseus.service.domain.model import JobState
+from tests.service.job.stragglers.straggler_cluster import TimedCluster
+from tests.service.service_fakes import make_spec
 from tests.web.browser import browsing, figure, in_browser, inaccessible, is_scrolled_sideways, panel
 from tests.web.fleet import fleet, machine
 
@@ -42,6 +44,23 @@ async def test_all_4096_ranks_are_shown(tmp_path: Path, width: int) -> None:
         await canvas.hover(position={"x": 59, "y": where["height"] - 13})
         await expect(tip).to_contain_text("stage 3")
         assert await inaccessible(page) == []
+
+
+async def test_the_clocks_tried_and_a_detected_straggler_are_shown(tmp_path: Path) -> None:
+    cluster = TimedCluster(make_spec("slow", pipelines=2, stages=3, microbatches=6))
+    cluster.run_to_plan()
+    assert cluster.findings(5, {1: 1.5})
+    jobs = [machine("profiled", 8, JobState.PROFILING), cluster.machine]
+    async with fleet(tmp_path, jobs) as site, browsing(expected=["400"]) as page:
+        await page.goto(f"{site.url}/#/jobs/profiled")
+        await expect(page.locator("#content .state")).to_have_text("profiling")
+        await expect(page.get_by_text("tried, done within")).to_be_visible()
+        await page.goto(f"{site.url}/#/jobs/slow")
+        target = panel(page, "Frontier").get_by_role("row").filter(has_text="T′, pipeline 1, detected")
+        await expect(target).to_be_visible()
+        controls = panel(page, "Controls")
+        await expect(controls).to_contain_text("Pipeline 1, detected")
+        await expect(controls.get_by_role("button", name="Clear straggler")).to_have_count(0)
 
 
 async def test_a_hundred_jobs_are_sorted_and_filtered(tmp_path: Path) -> None:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from google.protobuf import json_format
 from playwright.async_api import expect
 
-from perseus.v1 import job_pb2
 from perseus.v1.ledger_service_pb2 import LedgerAccount
-from tests.service.grpc_fakes import ALL_PLACES, FakeAgent
+from tests.service.grpc_fakes import joined, planned
+from tests.service.web.page_server import Site
 from tests.web import display
 from tests.web.browser import (
     Scheme,
@@ -24,8 +23,7 @@ from tests.web.browser import (
     is_scrolled_sideways,
     panel,
 )
-from tests.web.ledgers import ENTRIES, NOW, Site, at, serving, table_row
-from tests.web.test_modules import TOGETHER, run
+from tests.web.ledgers import ENTRIES, NOW, at, open_ledger, serving, table_row
 
 pytestmark = in_browser
 
@@ -40,7 +38,7 @@ def figures(account: LedgerAccount) -> list[str]:
     """Return the row's texts of an account without unknowns."""
     return [
         display.kwh(account.energy_kwh),
-        display.kwh(account.saved_energy_kwh, account.saved_energy_margin_kwh),
+        display.kwh(account.saved_energy_kwh, account.saved_energy_margin_kwh or None),
         display.percent(account.saved_percent),
         display.money(account.cost),
         display.money(account.saved_cost),
@@ -65,9 +63,11 @@ PERIODS = [
 async def test_a_periods_numbers_agree_with_grpc(
     site: Site, period: str, times: dict[str, datetime], rows: list[str]
 ) -> None:
-    reported = await site.ledger(times=times)
+    reported = await site.client.ask("ListLedgerEntries", **times)
+    of_job = await site.client.ask("ListLedgerEntries", job_id="gpt3", **times)
+    of_job.total.ClearField("saved_energy_margin_kwh")  # no interval is invented for several runs
     async with browsing() as page:
-        await site.open(page)
+        await open_ledger(site, page)
         await choose(page, "Period", period)
         await expect(page.get_by_role("rowheader")).to_have_text(rows)
         cells = table_row(page, "total").get_by_role("cell")
@@ -89,39 +89,16 @@ async def test_a_periods_numbers_agree_with_grpc(
             name = run_name if is_one_of_several else f"{entry.job_id}{' deleted' * entry.is_deleted}"
             shown = ["" if is_one_of_several else run_name, *figures(entry.account)]
             await expect(table_row(page, name).get_by_role("cell")).to_have_text(shown)
-
-
-async def test_a_deleted_job_is_marked_and_has_no_link(site: Site) -> None:
-    async with browsing() as page:
-        await site.open(page)
-        await expect(page.get_by_role("link", name="gpt3", exact=True)).to_be_visible()
-        await expect(table_row(page, "old deleted")).to_be_visible()
-        await expect(table_row(page, "old deleted").get_by_role("link")).to_have_count(0)
-        await page.get_by_role("link", name="gpt3", exact=True).click()
-        await expect(page.get_by_role("heading", name="gpt3", level=1)).to_be_visible()
-
-
-async def test_runs_add_up_to_the_coordinators_total_of_their_job(site: Site) -> None:
-    reported = await site.ledger("gpt3")
-    assert len(reported.entries) == 2
-    accounts = [
-        json_format.MessageToDict(
-            each.account, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        )
-        for each in reported.entries
-    ]
-    async with browsing() as page:
-        await page.goto(site.url)
-        found = await run(page, "ledger", TOGETHER, accounts)
-    assert "saved_energy_margin_kwh" not in found, "no interval is invented"
-    for field, value in found.items():
-        assert value == pytest.approx(getattr(reported.total, field)), field
-    assert {"cost", "carbon_g", "saved_cost", "saved_percent", "price_per_kwh"} <= set(found)
+            has_link = not (is_one_of_several or entry.is_deleted)
+            await expect(table_row(page, name).get_by_role("link")).to_have_count(has_link)
+        if "run 2" in rows:
+            cells = table_row(page, "gpt3").get_by_role("cell")
+            await expect(cells).to_have_text(["2", *figures(of_job.total)])
 
 
 async def test_an_empty_ledger_shows_a_message(tmp_path: Path) -> None:
     async with serving(tmp_path) as site, browsing() as page:
-        await site.open(page)
+        await open_ledger(site, page)
         await expect(page.get_by_text("The ledger has no energy in this period")).to_be_visible()
         await expect(page.get_by_text("2026-11-01 00:00 UTC to now")).to_be_visible()
         await expect(page.get_by_role("table")).to_have_count(0)
@@ -132,9 +109,7 @@ async def test_an_empty_ledger_shows_a_message(tmp_path: Path) -> None:
 
 async def test_the_savings_of_a_job_without_a_baseline_are_unknown(tmp_path: Path) -> None:
     async with serving(tmp_path, baseline_iterations=100) as site, browsing() as page:
-        await site.client.register()
-        agent = FakeAgent(site.client, "agent", ALL_PLACES)
-        await agent.join()
+        agent = await joined(site.client)
         await agent.iterate(1)
         await page.goto(f"{site.url}/#/jobs/job")
         ledger = panel(page, "Ledger")
@@ -150,7 +125,7 @@ async def test_the_savings_of_a_job_without_a_baseline_are_unknown(tmp_path: Pat
 
 
 async def test_a_jobs_ledger_shows_this_run_and_all_runs(site: Site) -> None:
-    reported = await site.ledger("gpt3")
+    reported = await site.client.ask("ListLedgerEntries", job_id="gpt3")
     run_account = reported.entries[-1].account
     async with browsing() as page:
         await page.goto(f"{site.url}/#/jobs/gpt3")
@@ -175,12 +150,8 @@ async def test_a_jobs_ledger_shows_this_run_and_all_runs(site: Site) -> None:
 
 async def test_a_running_jobs_ledger_agrees_with_grpc(tmp_path: Path) -> None:
     async with serving(tmp_path, price_per_kwh=0.25, intensity_g_per_kwh=400.0) as site:
-        await site.client.register()
-        agent = FakeAgent(site.client, "agent", ALL_PLACES)
-        await agent.join()
-        await agent.iterate_until(site.client, job_pb2.JOB_STATE_PLANNED)
-        await agent.iterate(4)
-        account = (await site.ledger("job")).total
+        agent = await planned(site.client)
+        account = (await site.client.ask("ListLedgerEntries", job_id="job")).total
         async with browsing() as page:
             await page.goto(f"{site.url}/#/jobs/job")
             await expect(panel(page, "Ledger").get_by_role("columnheader")).to_have_text(
@@ -198,7 +169,7 @@ async def test_a_running_jobs_ledger_agrees_with_grpc(tmp_path: Path) -> None:
 
 async def test_figures_without_updates_are_stale(site: Site) -> None:
     async with browsing(expected=["ERR_FAILED"]) as page:
-        await site.open(page)
+        await open_ledger(site, page)
         await expect(page.locator("#stream-state")).to_have_text("live")
         shown = await figure(page, "used").inner_text()
         await page.route("**/ListLedgerEntries", lambda route: asyncio.ensure_future(route.abort()))
@@ -215,7 +186,7 @@ async def test_figures_without_updates_are_stale(site: Site) -> None:
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 360)])
 async def test_nothing_is_inaccessible(site: Site, scheme: Scheme, width: int) -> None:
     async with browsing(scheme=scheme, width=width) as page:
-        await site.open(page)
+        await open_ledger(site, page)
         await expect(table_row(page, "total")).to_be_visible()
         assert await inaccessible(page) == []
         assert not await is_scrolled_sideways(page)
@@ -239,3 +210,6 @@ async def test_the_keyboard_is_enough(site: Site) -> None:
         await expect(page.get_by_role("radio", name="last month")).to_be_checked()
         await expect(page.get_by_text("2026-10-01 00:00 to 2026-11-01 00:00 UTC")).to_be_visible()
         await expect(page.get_by_role("rowheader")).to_have_text(["gpt3", "total"])
+        await page.get_by_role("link", name="gpt3", exact=True).focus()
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("heading", name="gpt3", level=1)).to_be_visible()

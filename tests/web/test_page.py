@@ -3,7 +3,6 @@
 import re
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,9 @@ from playwright.async_api import Page, expect
 
 from perseus.cli.rows import row_of
 from perseus.service.domain.model import PlannedClocks
-from perseus.v1 import (
-    agent_service_pb2,
-    frontier_pb2,
-    frontier_service_pb2,
-    job_pb2,
-    job_service_pb2,
-    rank_pb2,
-)
-from tests.ports import free_port
-from tests.service.grpc_fakes import (
-    ALL_PLACES,
-    TIMEOUT_S,
-    Client,
-    FakeAgent,
-    connected,
-    make_settings,
-    spec_message,
-)
+from perseus.v1 import frontier_pb2, job_pb2, rank_pb2
+from tests.service.grpc_fakes import ALL_PLACES, FakeAgent, joined, spec_message
+from tests.service.web.page_server import Site, site
 from tests.web import display
 from tests.web.browser import (
     Scheme,
@@ -62,38 +46,20 @@ STICKING_OUT = """(controls) => {
 """Elements that are wider than the controls' panel, which cuts them off."""
 
 
-class Site:
-    """A coordinator with a page, and a job of four ranks."""
-
-    def __init__(self, client: Client, url: str) -> None:
-        self.client = client
-        self.url = url
-        self.agent = FakeAgent(client, "agent", ALL_PLACES)
-
-    def of(self, job_id: str = "job") -> str:
-        return f"{self.url}/#/jobs/{job_id}"
-
-    async def plan(self, **counts: Any) -> None:
-        """Run the job until it has plans, and a few iterations longer."""
-        await self.client.register(**counts)
-        await self.agent.join()
-        await self.agent.iterate_until(self.client, job_pb2.JOB_STATE_PLANNED)
-        while not all(isinstance(rank.in_force.clocks, PlannedClocks) for rank in self.agent.ranks.values()):
-            await self.agent.iterate()
-        await self.agent.iterate(6)
+async def planned(site: Site, **counts: Any) -> FakeAgent:
+    """Run a job of four ranks until it has plans in force, and a few iterations longer."""
+    await site.client.register(**counts)
+    agent = await site.train(job_pb2.JOB_STATE_PLANNED)
+    while not all(isinstance(rank.in_force.clocks, PlannedClocks) for rank in agent.ranks.values()):
+        await agent.iterate()
+    await agent.iterate(6)
+    return agent
 
 
-@asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[Site]:
-    http = f"127.0.0.1:{free_port()}"
-    async with connected(make_settings(folder, http=http)) as client:
-        yield Site(client, f"http://{http}")
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    async with serving(tmp_path) as site:
-        yield site
+@pytest_asyncio.fixture(loop_scope="session", name="site")
+async def site_with_a_page(tmp_path: Path) -> AsyncIterator[Site]:
+    async with site(tmp_path) as made:
+        yield made
 
 
 async def test_missing_content_is_explained(site: Site) -> None:
@@ -110,25 +76,20 @@ async def test_missing_content_is_explained(site: Site) -> None:
         await expect(panel(page, "Frontier")).to_contain_text("some have not joined yet")
         await expect(panel(page, "Ranks")).to_contain_text("4 expected")
         await expect(figure(page, "ranks")).to_have_text("0 of 4")
-        labels = [
-            job_pb2.Label(key="slurm-job", value="4711"),
-            job_pb2.Label(key="team", value="<b>vision</b>"),
-        ]
-        request = job_service_pb2.RegisterJobRequest(
-            spec=spec_message("labelled"), request_id="labelled", labels=labels
-        )
-        await site.client.jobs.RegisterJob(request, timeout=TIMEOUT_S)
-        await page.goto(site.of("labelled"))
+        labels = [{"key": "slurm-job", "value": "4711"}, {"key": "team", "value": "<b>vision</b>"}]
+        spec = spec_message("labelled")
+        await site.client.ask("RegisterJob", spec=spec, request_id="labelled", labels=labels)
+        await page.goto(f"{site.url}/#/jobs/labelled")
         await expect(page.get_by_text("slurm-job=4711  ·  team=<b>vision</b>")).to_be_visible()
-        await page.goto(site.of("nobody"))
+        await page.goto(f"{site.url}/#/jobs/nobody")
         await expect(page.get_by_text("There is no job “nobody”.")).to_be_visible()
 
 
 async def test_what_moving_layers_would_bring_is_shown_with_its_assumption(site: Site) -> None:
-    await site.plan(layers=[[4], [6]])
+    await planned(site, layers=[[4], [6]])
     assumption = "All layers count as equal; memory is not considered."
     async with browsing() as page:
-        await page.goto(site.of())
+        await page.goto(f"{site.url}/#/jobs/job")
         advice = panel(page, "Frontier").get_by_text(assumption)
         await expect(advice).to_contain_text("Moving layers between stages would hardly save anything")
         steps = [
@@ -150,10 +111,9 @@ async def test_what_moving_layers_would_bring_is_shown_with_its_assumption(site:
 
 
 async def test_the_numbers_agree_with_grpc(site: Site) -> None:
-    await site.plan()
+    agent = await planned(site)
     job = await site.client.job()
-    request = frontier_service_pb2.GetFrontierRequest(job_id="job")
-    frontier = (await site.client.frontiers.GetFrontier(request, timeout=TIMEOUT_S)).frontier
+    frontier = (await site.client.ask("GetFrontier", job_id="job")).frontier
     saving = job.figures.saving
     async with browsing() as page:
         await page.goto(site.url)
@@ -190,25 +150,23 @@ async def test_the_numbers_agree_with_grpc(site: Site) -> None:
             display.seconds(job.planned_iteration_time_s[0] + job.iteration_overhead_s)
         )
 
-        report = job_service_pb2.GetReportRequest(job_id="job")
-        periods = (await site.client.jobs.GetReport(report, timeout=TIMEOUT_S)).periods
+        periods = (await site.client.ask("GetReport", job_id="job")).periods
         measured = panel(page, "Measured").locator("tbody tr")
         await expect(measured).to_have_count(len(periods))
         await expect(measured.first).to_contain_text(f"{periods[-1].number} planned")
         await expect(measured.first).to_contain_text(display.percent(periods[-1].saving.energy_percent)[:-2])
 
         # News that comes while the page is open appears on it, too.
-        await site.agent.iterate(3)
-        iteration = site.agent.ranks[ALL_PLACES[0]].iteration
+        await agent.iterate(3)
+        iteration = agent.ranks[ALL_PLACES[0]].iteration
         await expect(panel(page, "Iterations")).to_contain_text(f"Latest: iteration {iteration}: 0.800 s")
 
 
 async def test_the_timeline_shows_stock_and_plan_and_can_be_read_by_keyboard(site: Site) -> None:
-    await site.plan()
-    request = job_service_pb2.GetTimelineRequest(job_id="job")
-    reported = await site.client.jobs.GetTimeline(request, timeout=TIMEOUT_S)
+    await planned(site)
+    reported = await site.client.ask("GetTimeline", job_id="job")
     async with browsing() as page:
-        await page.goto(site.of())
+        await page.goto(f"{site.url}/#/jobs/job")
         timeline = panel(page, "Timeline")
         await timeline.get_by_text("As a table").click()
         rows = timeline.locator("tbody tr")
@@ -235,9 +193,9 @@ async def test_the_timeline_shows_stock_and_plan_and_can_be_read_by_keyboard(sit
 
 
 async def test_ranks_can_be_read_by_keyboard_and_in_detail(site: Site) -> None:
-    await site.plan()
+    await planned(site)
     async with browsing() as page:
-        await page.goto(site.of())
+        await page.goto(f"{site.url}/#/jobs/job")
         ranks = panel(page, "Ranks")
         await expect(ranks).to_contain_text("4 connected")
         await ranks.locator("canvas").focus()
@@ -257,9 +215,9 @@ async def test_ranks_can_be_read_by_keyboard_and_in_detail(site: Site) -> None:
 @pytest.mark.parametrize("width", [1280, 420])
 @pytest.mark.parametrize("title", ["Ranks", "Timeline"])
 async def test_choices_do_not_move_when_one_is_made(site: Site, title: str, width: int) -> None:
-    await site.plan()
+    await planned(site)
     async with browsing(width=width) as page:
-        await page.goto(site.of())
+        await page.goto(f"{site.url}/#/jobs/job")
         within = panel(page, title)
         await expect(within.locator(".legend").first).not_to_be_empty()
         choices = within.get_by_role("group", name="Colour by", exact=True)
@@ -272,9 +230,9 @@ async def test_choices_do_not_move_when_one_is_made(site: Site, title: str, widt
 
 
 async def test_a_straggler_is_reported_and_cleared(site: Site) -> None:
-    await site.plan()
+    agent = await planned(site)
     async with browsing() as page:
-        await page.goto(site.of())
+        await page.goto(f"{site.url}/#/jobs/job")
         controls, frontier = panel(page, "Controls"), panel(page, "Frontier")
         await controls.get_by_label("pipeline", exact=True).fill("1")
         await controls.get_by_label("How slow", exact=True).fill("1.15")
@@ -288,7 +246,7 @@ async def test_a_straggler_is_reported_and_cleared(site: Site) -> None:
         await expect(row).to_contain_text(target)
         await expect(frontier.locator("svg")).to_contain_text("T′")
         await expect(figure(page, "stragglers")).to_have_text("1")
-        await site.agent.iterate(4)
+        await agent.iterate(4)
         others = frontier.get_by_role("row").filter(has_text="in force: pipeline 0")
         job = await site.client.job()
         planned_s = job.planned_iteration_time_s
@@ -307,9 +265,9 @@ async def test_a_straggler_is_reported_and_cleared(site: Site) -> None:
 
 
 async def test_policy_and_baseline(site: Site) -> None:
-    await site.plan()
+    await planned(site)
     async with browsing(expected=["400"]) as page:
-        await page.goto(site.of())
+        await page.goto(f"{site.url}/#/jobs/job")
         controls = panel(page, "Controls")
         await controls.get_by_label("Policy", exact=True).select_option("max_slowdown_percent")
         await controls.get_by_label("percent, %").fill("3")
@@ -330,9 +288,9 @@ async def test_policy_and_baseline(site: Site) -> None:
 
 
 async def test_policies_with_a_signal_are_set_as_on_the_command_line(site: Site) -> None:
-    await site.plan()
+    await planned(site)
     async with browsing() as page:
-        await page.goto(site.of())
+        await page.goto(f"{site.url}/#/jobs/job")
         controls = panel(page, "Controls")
         chosen = controls.get_by_label("Policy", exact=True)
         submit = controls.get_by_role("button", name="Set policy")
@@ -374,9 +332,9 @@ async def test_policies_with_a_signal_are_set_as_on_the_command_line(site: Site)
 
 
 async def test_a_policy_with_a_signal_fits_a_telephone_and_defaults_to_a_day(site: Site) -> None:
-    await site.plan()
+    await planned(site)
     async with browsing(width=360, height=740) as page:
-        await page.goto(site.of())
+        await page.goto(f"{site.url}/#/jobs/job")
         controls = panel(page, "Controls")
         for label in ("Least carbon, within extra time", "Least cost, until a time"):
             await controls.get_by_label("Policy", exact=True).select_option(label=label)
@@ -391,9 +349,9 @@ async def test_a_policy_with_a_signal_fits_a_telephone_and_defaults_to_a_day(sit
 
 
 async def test_finishing_a_job_needs_a_confirmation(site: Site) -> None:
-    await site.plan()
+    await planned(site)
     async with browsing() as page:
-        await page.goto(site.of())
+        await page.goto(f"{site.url}/#/jobs/job")
         await panel(page, "Controls").get_by_role("button", name="Finish job…").click()
         dialog = page.get_by_role("dialog")
         await dialog.get_by_role("button", name="Keep it running").click()
@@ -407,19 +365,12 @@ async def test_finishing_a_job_needs_a_confirmation(site: Site) -> None:
 
 async def test_texts_from_others_are_not_markup(site: Site) -> None:
     markup = "<img src=x onerror=alert(1)>"
-    await site.client.register()
-    await site.agent.join()
-    place = rank_pb2.RankCoordinates(pipeline=0, stage=0, tensor=0)
-    error = agent_service_pb2.GpuError(
-        job_id="job",
-        rank=place,
-        gpu_uuid=markup,
-        reason=rank_pb2.GPU_ERROR_REASON_NO_PERMISSION,
-        message=markup,
-    )
-    await site.agent.send(gpu_error=error)
+    agent = await joined(site.client)
+    reason = rank_pb2.GPU_ERROR_REASON_NO_PERMISSION
+    about = {"job_id": "job", "rank": agent.place(ALL_PLACES[0]), "gpu_uuid": markup}
+    await agent.send(gpu_error=about | {"reason": reason, "message": markup})
     async with browsing() as page:
-        await page.goto(site.of())
+        await page.goto(f"{site.url}/#/jobs/job")
         event = panel(page, "Events").locator("li").filter(has_text=markup)
         await event.locator("summary").click()
         await expect(event.locator("dl")).to_contain_text(markup)
@@ -430,7 +381,7 @@ async def test_texts_from_others_are_not_markup(site: Site) -> None:
 async def test_nothing_is_inaccessible_or_wider_than_the_screen(
     site: Site, scheme: Scheme, width: int
 ) -> None:
-    await site.plan()
+    await planned(site)
     await site.client.register(job_id="waiting")
     async with browsing(scheme=scheme, width=width, height=740) as page:
         await page.goto(site.url)
@@ -450,7 +401,7 @@ async def test_nothing_is_inaccessible_or_wider_than_the_screen(
 
 
 async def test_the_keyboard_is_enough(site: Site) -> None:
-    await site.plan()
+    await planned(site)
     async with browsing() as page:
         await page.goto(site.url)
         link = page.get_by_role("link", name="job", exact=True)
@@ -477,10 +428,10 @@ async def press_until(page: Page, key: str, selector: str) -> None:
 
 
 async def test_a_new_run_replaces_the_old_one(site: Site) -> None:
-    await site.plan()
+    await planned(site)
     # What is requested of the old run may be answered by the new one, which has no timeline yet.
     async with browsing(expected=["400"]) as page:
-        await page.goto(site.of())
+        await page.goto(f"{site.url}/#/jobs/job")
         await expect(panel(page, "Frontier").locator("svg")).to_be_visible()
         await site.client.finish()
         await expect(page.locator("#stream-state")).to_have_text("the run has ended")

@@ -8,16 +8,14 @@ from pathlib import Path
 
 from playwright.async_api import expect
 
-from perseus.v1 import job_pb2, job_service_pb2
+from perseus.v1 import job_pb2
 from tests.ports import free_port
 from tests.service.grpc_fakes import (
-    ALL_PLACES,
-    TIMEOUT_S,
     Client,
-    FakeAgent,
     connected,
     connected_to,
     make_settings,
+    planned,
     until,
 )
 from tests.web.browser import browsing, figure, in_browser, panel
@@ -82,10 +80,7 @@ async def test_the_baselines_timeline_is_not_requested_after_a_restart_and_the_p
     http = f"127.0.0.1:{free_port()}"
     settings = make_settings(tmp_path, http=http)
     async with connected(settings) as client:
-        await client.register()
-        agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.join()
-        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+        agent = await planned(client)
         assert (await client.job()).baseline.has_timeline
         await agent.end()
     async with connected(settings) as client, browsing() as page:  # no request may fail
@@ -100,8 +95,7 @@ async def test_the_baselines_timeline_is_not_requested_after_a_restart_and_the_p
         await agent.iterate(3)
         lost = "kept only until the coordinator restarts"
         await expect(timeline.locator(".note")).to_contain_text(lost)
-        request = job_service_pb2.MeasureBaselineRequest(job_id="job", request_id="again")
-        await client.jobs.MeasureBaseline(request, timeout=TIMEOUT_S)
+        await client.ask("MeasureBaseline", job_id="job", request_id="again")
         await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
         assert (await client.job()).baseline.has_timeline
         await expect(timeline.locator(".note")).not_to_contain_text(lost)

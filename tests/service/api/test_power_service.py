@@ -459,16 +459,13 @@ async def test_a_budget_that_ends_releases_a_job_that_has_no_plan_or_rank_at_pre
     [
         # Nothing of it is readable, neither its feed nor its limit.
         ("UPDATE budgets SET budget = substr(budget, 5)", {"default": 0.0, "hall": 0.0}),
-        # For example, one of another version.
-        ("""UPDATE budgets SET budget = replace(budget, '"principal"', '"who"')""", {"hall": 1000.0}),
-        ("""UPDATE budgets SET budget = replace(budget, '"limit_w":', '"limit_w":-')""", {"hall": 0.0}),
         (
             f"""UPDATE budgets SET budget = replace(budget, '"limit_w":', '"limit_w":{"9" * 400}')""",
             {"hall": 0.0},
         ),
         ("UPDATE budgets SET over_time_s = 'soon'", {"hall": 1000.0}),
     ],
-    ids=["all", "another version", "negative limit", "too large a limit", "end"],
+    ids=["all", "too large a limit", "end"],
 )
 async def test_an_unreadable_budget_is_enforced_conservatively_until_it_is_cancelled(
     tmp_path: Path, damage: str, limits_w: dict[str, float]
@@ -619,33 +616,19 @@ def judging_machines(monkeypatch: pytest.MonkeyPatch, *, failing_count: int) -> 
     return judging
 
 
-async def test_a_fault_of_the_fleets_machine_ends_nothing_and_budgets_still_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving(tmp_path) as (client, power):
-        await planned(client)
-        with capture_logs() as logs, monkeypatch.context() as patch:
-            judging_machines(patch, failing_count=2)
-            await power.set(limit_w=1.0)
-
-            async def is_logged() -> bool:
-                return sum("restarts" in line["event"] for line in logs) == 2
-
-            await until(is_logged)
-        assert (await job_once(client, is_held)).state == job_pb2.JOB_STATE_PLANNED
-
-
 @pytest.mark.parametrize("ramp", RAMPS)
 async def test_a_power_cap_goes_on_ramping_after_a_fault_of_the_fleets_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ramp: str
 ) -> None:
     async with ramping(tmp_path, ramp) as (power, before_w):
-        judging = judging_machines(monkeypatch, failing_count=1)
+        with capture_logs() as logs:
+            judging = judging_machines(monkeypatch, failing_count=2)
 
-        async def is_anew() -> bool:
-            return len(judging) > 3 and judging[-1] is not judging[0]
+            async def is_anew() -> bool:
+                return len(judging) > 4 and judging[-1] not in judging[:2]
 
-        await until(is_anew)
+            await until(is_anew)
+        assert sum("restarts" in line["event"] for line in logs) == 2
         assert await power_cap_w(power) == pytest.approx(before_w, rel=0.05)
         assert (await power_cap_w(power) - before_w) * (1 if "up" in ramp else -1) >= 0, "on its way"
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,7 @@ from perseus.service.shell import tokens
 from perseus.service.shell.tokens import Tokens
 from perseus.service.shell.writer import Writer
 from perseus.service.storage.sql_store import SqlStore
-from perseus.tls.tokens import TokenSource
 from perseus.v1 import agent_service_pb2, token_service_pb2
-from tests.service.api.test_power_shares import slot_of_two
 from tests.service.grpc_fakes import (
     ALL_PLACES,
     TIMEOUT_S,
@@ -32,8 +30,6 @@ from tests.service.grpc_fakes import (
     sent,
     spec_message,
 )
-from tests.service.sites import tokens_of_coordinators
-from tests.service.storage import postgresql
 
 HERE, THERE = "llama-2", "llama-4"
 """A job of slot 1 of two, and one of slot 0."""
@@ -232,37 +228,3 @@ async def test_unknown_tokens_are_looked_for_once_for_all_that_wait(
         assert second.authenticate(secret).token_name == "reader"
         await first.refresh()
         assert load_count == 1
-
-
-@pytest.mark.slow("two coordinators on a PostgreSQL server")
-@pytest.mark.timeout(120)
-@pytest.mark.skipif(bool(postgresql.MISSING), reason=str(postgresql.MISSING))
-async def test_a_token_of_slot_0_holds_at_others_at_once_and_once_revoked_ends_its_streams_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokens, "RELOAD_S", 1.0)
-    operator_file = tmp_path / "operator.token"
-    secured: dict[str, Any] = {"insecure": False, "operator_token_file": operator_file}
-    with postgresql.running() as server:
-        database = server.new_database()
-        async with AsyncExitStack() as stack:
-            made = stack.enter_context(tokens_of_coordinators(monkeypatch))
-            _, address = [
-                await stack.enter_async_context(slot_of_two(tmp_path, database, slot, **secured))
-                for slot in range(2)
-            ]
-            async with connected_to(address, token=TokenSource(path=operator_file)) as operator:
-                await operator.register(job_id=HERE)
-            _, secret = await made[0].create("reader", Grant.parse("reader"), None)
-            reader = connected_to(address, token=TokenSource(token=secret))
-            client = await stack.enter_async_context(reader)
-            updates = aiter(client.ask("WatchJob", job_id=HERE))
-            await anext(updates)
-            await made[0].revoke("reader")
-
-            async def read_on() -> None:
-                async for _ in updates:
-                    pass
-
-            assert (await refusal(read_on()))[1] == "TOKEN_REVOKED"
-            assert (await refusal(client.job(HERE)))[1] == "TOKEN_REVOKED"

@@ -47,18 +47,6 @@ async def test_a_large_message_is_written_like_a_small_one() -> None:
     }
 
 
-@given(
-    st.binary(max_size=200)
-    | st.text(max_size=50).map(str.encode)
-    | plain.map(lambda v: json.dumps(v).encode())
-)
-def test_any_body_is_a_message_or_refused(body: bytes) -> None:
-    for kind in (job_service_pb2.RegisterJobRequest, job_service_pb2.ListJobEventsRequest):
-        with suppress(MalformedMessageError):
-            message = from_json(body, kind)
-            assert from_json(to_json(message).encode(), kind) == message
-
-
 # Names from the contract reach deeper into a message than others; half a surrogate pair is not a text.
 texts = st.text(max_size=3) | st.sampled_from(["\ud800", "\udfff", "1", "1.5", "SCHEDULE_NAME_1F1B"])
 near = st.dictionaries(
@@ -80,11 +68,16 @@ near = st.dictionaries(
 )
 
 
-@given(near.map(lambda value: json.dumps(value).encode()))
-def test_an_almost_valid_body_is_a_message_or_refused(body: bytes) -> None:
-    with suppress(MalformedMessageError):
-        message = from_json(body, job_service_pb2.RegisterJobRequest)
-        assert from_json(to_json(message).encode(), job_service_pb2.RegisterJobRequest) == message
+@given(
+    st.binary(max_size=200)
+    | st.text(max_size=50).map(str.encode)
+    | (plain | near).map(lambda value: json.dumps(value).encode())
+)
+def test_any_body_is_a_message_or_refused(body: bytes) -> None:
+    for kind in (job_service_pb2.RegisterJobRequest, job_service_pb2.ListJobEventsRequest):
+        with suppress(MalformedMessageError):
+            message = from_json(body, kind)
+            assert from_json(to_json(message).encode(), kind) == message
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,10 @@ from perseus.service.domain.power import Feed, FeedStatus
 from perseus.service.job.iterations.iteration_log import IterationLog
 from perseus.service.job.ranks.rank_table import RankTable
 from perseus.service.shell.power import Power
-from perseus.v1 import agent_service_pb2, job_pb2, job_service_pb2, ledger_service_pb2
-from perseus.v1.ledger_service_pb2_grpc import LedgerServiceStub
+from perseus.v1 import job_pb2
 from tests.ports import free_port
 from tests.service.grpc_fakes import (
     ALL_PLACES,
-    TIMEOUT_S,
     make_secured_settings,
     make_settings,
     refusal,
@@ -71,15 +69,14 @@ async def test_a_jobs_metrics_agree_with_grpc(tmp_path: Path) -> None:
         assert of_job("profiling_max_clocks") == job.profiling_progress.max_clock_count > 0
         assert of_job("profiling_remaining_seconds") >= 0
 
-        await agent.send(heartbeat=agent_service_pb2.Heartbeat(clock_ahead_s=-7.0))
+        await agent.send(heartbeat={"clock_ahead_s": -7.0})
         await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
         await agent.iterate(4)
         _, reason, _ = await refusal(client.job("another"))
         job, samples = await client.job(), await scrape(here.metrics)
         states = {state: of_job("state", state=state) for state in ("planned", "profiling", "stock")}
         assert states == {"planned": 1, "profiling": 0, "stock": 0}
-        request = job_service_pb2.GetReportRequest(job_id="job")
-        period = (await client.jobs.GetReport(request, timeout=TIMEOUT_S)).periods[-1]
+        period = (await client.ask("GetReport", job_id="job")).periods[-1]
         assert {
             "connected": of_job("ranks", state="connected"),
             "baseline": of_job("baseline_seconds"),
@@ -127,8 +124,8 @@ async def test_a_jobs_metrics_agree_with_grpc(tmp_path: Path) -> None:
 
         assert value(samples, "perseus_signal_known", signal="grid") == 0
         assert value(samples, "perseus_signal_failures_total", signal="grid") >= 1
-        straggling = job_service_pb2.ReportStragglerRequest(job_id="job", pipeline=0, slowdown_factor=1.2)
-        job = (await client.jobs.ReportStraggler(straggling, timeout=TIMEOUT_S)).job
+        straggling = {"job_id": "job", "pipeline": 0, "slowdown_factor": 1.2}
+        job = (await client.ask("ReportStraggler", **straggling)).job
         samples = await scrape(here.metrics)
         assert of_job("stragglers", source="reported") == 1
         assert of_job("straggler_seconds") == pytest.approx(1.2 * job.t_min_s + job.iteration_overhead_s)
@@ -154,9 +151,7 @@ async def test_the_ledgers_totals_outlast_jobs_and_restarts(
         await here.client.register()
         agent = await here.train(job_pb2.JOB_STATE_PLANNED, 4)
         await here.client.finish()
-        request = ledger_service_pb2.ListLedgerEntriesRequest()
-        stub = LedgerServiceStub(here.client.channel)
-        total = (await stub.ListLedgerEntries(request, timeout=TIMEOUT_S)).total
+        total = (await here.client.ask("ListLedgerEntries")).total
         assert total.energy_kwh > 0
         await until(are_reported)
         await agent.end()
@@ -169,15 +164,6 @@ async def test_the_ledgers_totals_outlast_jobs_and_restarts(
     reported = {name for name, _ in samples if name.startswith("perseus_ledger_")}
     rated = {metric.name for metric in names.LEDGER if "carbon" not in metric.name}
     assert reported == rated, "no rate of carbon is known"
-
-
-async def test_series_do_not_grow_with_ranks_unless_asked_for(tmp_path: Path) -> None:
-    async with site(tmp_path) as here:
-        for pipelines in (1, 64):
-            await here.client.register(job_id=f"job-{pipelines}", pipelines=pipelines)
-        samples = await scrape(here.metrics)
-    small, large = (sum(("job_id", name) in labels for _, labels in samples) for name in ("job-1", "job-64"))
-    assert small == large > 0
 
 
 @pytest.mark.parametrize("is_above", [False, True])

@@ -13,7 +13,7 @@ from perseus.service.shell.jobs import Jobs
 from perseus.service.web import single_flight_cache
 from perseus.service.web.page_files import PageFile
 from perseus.service.web.scrape import Scrape
-from perseus.v1 import job_pb2, job_service_pb2
+from perseus.v1 import job_pb2
 from tests.service.grpc_fakes import ALL_PLACES, spec_message
 from tests.service.web.page_server import Answer, ask, guarded, site
 
@@ -39,8 +39,7 @@ async def test_answers_agree_with_grpc(tmp_path: Path) -> None:
         await here.train(job_pb2.JOB_STATE_PLANNED, 4)
 
         async def same(method: str, **fields: object) -> Any:
-            asked = getattr(job_service_pb2, f"{method}Request")(**fields)
-            reported = await getattr(here.client.jobs, method)(asked, timeout=20)
+            reported = await here.client.ask(method, **fields)
             answer = await here.call(method, fields)
             assert answer.status == 200, answer.text
             assert json_format.Parse(answer.text, type(reported)()) == reported
@@ -203,8 +202,7 @@ async def test_the_grid_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         grid = json.loads(reported.text)
         assert [grid["states"][number] for number in grid["state"]] == ["CONNECTED"] * 4
         assert set(grid["iteration"]) == {agent.ranks[ALL_PLACES[0]].iteration}
-        asked = job_service_pb2.GetTimelineRequest(job_id="job", pipeline=1)
-        timeline = await here.client.jobs.GetTimeline(asked, timeout=20)
+        timeline = await here.client.ask("GetTimeline", job_id="job", pipeline=1)
         own = [entry for entry in timeline.entries if entry.stage == 1]
         own_s = sum(each.duration_s for each in own)
         mean_mhz = sum(each.clock_mhz * each.duration_s for each in own) / own_s

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.web import event_sources, event_stream, json_text
-from perseus.v1 import job_pb2, job_service_pb2
+from perseus.v1 import job_pb2
 from tests.service.grpc_fakes import ALL_PLACES, FakeAgent, until
 from tests.service.web.page_server import Stream, site, streaming
 from tests.service.web.test_page_api import assert_refused, registration
@@ -67,7 +67,7 @@ async def test_all_jobs_come_first_and_then_changes(tmp_path: Path, monkeypatch:
                 ("two", "JOB_STATE_FINISHED")
             ]
 
-            await client.jobs.DeleteJob(job_service_pb2.DeleteJobRequest(job_id="two"), timeout=20)
+            await client.ask("DeleteJob", job_id="two")
             _, gone = await stream.next()
             assert (gone["jobs"], gone["removed"]) == ([], ["two"])
 

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import AsyncIterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -287,9 +288,9 @@ async def test_policy_and_baseline(site: Site) -> None:
         await expect(controls.get_by_role("button", name="Measure baseline again")).to_be_disabled()
 
 
-async def test_policies_with_a_signal_are_set_as_on_the_command_line(site: Site) -> None:
+async def test_policies_with_a_signal_are_set_as_on_the_command_line_and_fit_a_telephone(site: Site) -> None:
     await planned(site)
-    async with browsing() as page:
+    async with browsing(width=360, height=740) as page:
         await page.goto(f"{site.url}/#/jobs/job")
         controls = panel(page, "Controls")
         chosen = controls.get_by_label("Policy", exact=True)
@@ -298,7 +299,13 @@ async def test_policies_with_a_signal_are_set_as_on_the_command_line(site: Site)
             controls.get_by_label("extra time, % more time"),
             controls.get_by_label("horizon, h"),
         )
-        await chosen.select_option(label="Least carbon, within extra time")
+
+        async def choose_policy(label: str) -> None:
+            await chosen.select_option(label=label)
+            assert not await is_scrolled_sideways(page)
+            assert await controls.locator(".controls").evaluate(STICKING_OUT) == []
+
+        await choose_policy("Least carbon, within extra time")
         # The least horizon is an hour, the most 366 days.
         for given_percent, given_h, invalid_count in (
             ("7.5", "0.5", 1),
@@ -320,7 +327,10 @@ async def test_policies_with_a_signal_are_set_as_on_the_command_line(site: Site)
         await expect(figure(page, "policy")).to_contain_text("Least carbon within 7.5 % more time")
         assert await inaccessible(page) == []
 
-        await chosen.select_option(label="Least cost, until a time")
+        await choose_policy("Least cost, until a time")
+        default = await controls.get_by_label("time, UTC").input_value()
+        default_s = datetime.fromisoformat(f"{default}Z").timestamp()
+        assert abs(default_s - time.time() - 86_400) < 120
         await controls.get_by_label("iterations, iterations").fill("4000")
         await controls.get_by_label("time, UTC").fill("2096-02-29T12:30")
         await submit.click()
@@ -329,23 +339,6 @@ async def test_policies_with_a_signal_are_set_as_on_the_command_line(site: Site)
         assert work.iteration_count == 4000
         assert work.end_time.ToJsonString() == "2096-02-29T12:30:00Z"
         assert await inaccessible(page) == []
-
-
-async def test_a_policy_with_a_signal_fits_a_telephone_and_defaults_to_a_day(site: Site) -> None:
-    await planned(site)
-    async with browsing(width=360, height=740) as page:
-        await page.goto(f"{site.url}/#/jobs/job")
-        controls = panel(page, "Controls")
-        for label in ("Least carbon, within extra time", "Least cost, until a time"):
-            await controls.get_by_label("Policy", exact=True).select_option(label=label)
-            assert not await is_scrolled_sideways(page)
-            assert await controls.locator(".controls").evaluate(STICKING_OUT) == []
-        began_s = time.time()
-        await controls.get_by_role("button", name="Set policy").click()
-        await expect(controls.locator(".outcome.well")).to_have_text("The policy is set.")
-        work = (await site.client.job()).policy.least_cost.work_until
-        assert work.iteration_count == 1000
-        assert abs(work.end_time.ToSeconds() - began_s - 86_400) < 120
 
 
 async def test_finishing_a_job_needs_a_confirmation(site: Site) -> None:

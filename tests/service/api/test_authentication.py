@@ -257,18 +257,6 @@ async def test_an_agent_is_limited_to_its_scopes_jobs_and_its_stream_continues(s
         assert len(agent.accepted) == 1
 
 
-async def test_nobody_takes_over_the_stream_of_another_credential(site: Site) -> None:
-    first, second = await site.new("first", "agent:job"), await site.new("second", "agent:*")
-    async with site.as_(site.operator) as operator, site.as_(first) as owner, site.as_(second) as thief:
-        await operator.register()
-        agent = FakeAgent(owner, "instance", FIRST)
-        await agent.join()
-        stolen = FakeAgent(thief, "instance", FIRST)
-        await stolen.send(hello={"instance_id": "instance", "hostname": "host"})
-        assert (await refusal(stolen.reader))[0] is PERMISSION_DENIED
-        await agent.beat()
-
-
 async def test_a_budget_is_changed_by_its_owner_or_an_operator_alone(site: Site) -> None:
     owner, other = await site.new("grid-a", "grid"), await site.new("grid-b", "grid")
     async with site.as_(owner) as mine, site.as_(other) as theirs, site.as_(site.operator) as operator:

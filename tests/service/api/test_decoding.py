@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from perseus.service.api.interceptors import serve_stream
 from perseus.service.api.rpc_scopes import RPC_SCOPES
-from tests.service.grpc_fakes import TIMEOUT_S, Client, refusal, sent
+from tests.service.grpc_fakes import TIMEOUT_S, Client, refusal
 
 NONSENSE = b"\xff\xff\xff\xff"
 STREAMS_OF_REQUESTS = ("/ServerReflectionInfo", "/Connect")
@@ -59,12 +59,3 @@ async def test_a_caller_that_leaves_during_an_answer_is_no_fault() -> None:
     context: Any = Gone()
     await serve_stream(behaviour, None, context)
     assert (context.written, left) == (["answer 0"], ["the watcher's place"])
-
-
-async def test_malformed_bytes_end_a_running_agents_stream(client: Client) -> None:
-    channel: Any = client.channel
-    stream = channel.stream_stream("/perseus.v1.AgentService/Connect")(timeout=TIMEOUT_S)
-    await stream.write(sent(hello={"instance_id": "a"}).SerializeToString())
-    await stream.read()
-    await stream.write(NONSENSE)
-    assert (await refusal(stream))[:2] == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")

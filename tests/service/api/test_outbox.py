@@ -39,13 +39,6 @@ async def test_taking_waits_for_the_next_message() -> None:
     assert await taking == ([accepted("a")], False)
 
 
-async def test_a_closed_outbox_still_sends_waiting_messages() -> None:
-    box = Outbox()
-    box.enqueue(accepted("a"))
-    box.close()
-    assert await box.take() == ([accepted("a")], True)
-
-
 async def test_an_ended_outbox_sends_nothing_and_raises_the_first_reason() -> None:
     box = Outbox()
     box.enqueue(accepted("a"))

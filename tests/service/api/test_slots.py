@@ -71,12 +71,13 @@ ABOUT_OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("RevokeToken", {"name": "new"}),
     ("SetBudget", {"budget_id": "b", "feed": "default", "limit_w": 1e3}),
     ("CancelBudget", {"budget_id": "b"}),
+    ("ListBudgets", {}),
 ]
 
 
 async def test_calls_about_another_slot_name_who_serves_it(client: Client) -> None:
     for method, fields in ABOUT_OTHERS:
-        is_about_job = not method.endswith(("Token", "Budget"))
+        is_about_job = not method.endswith(("Token", "Budget", "Budgets"))
         metadata = METADATA | ({"job_id": THERE} if is_about_job else {})
         assert await refusal(client.ask(method, **fields)) == (*ELSEWHERE[:2], metadata), method
     assert (await client.register(job_id=HERE)).job_id == HERE

@@ -1,5 +1,8 @@
-"""Coordinators of two slots that share a PostgreSQL database: they know the same tokens, a GPU runs a rank of
-one of them, and both keep a power budget."""
+"""Coordinators of two slots that share a PostgreSQL database: they know the same tokens, and a GPU runs a rank
+of one of them.
+
+The power budget that they divide is in `tests/test_fleet_end_to_end.py`.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -14,15 +17,12 @@ from perseus.service.domain.principals import Grant
 from perseus.service.shell import tokens
 from perseus.service.storage.membership import MemberRows
 from perseus.tls.tokens import TokenSource
-from perseus.v1 import job_pb2
-from tests.service.api.test_power_service import Budgets, is_free, is_held, reading
 from tests.service.fleet.test_gpus import answer, joined_on
 from tests.service.grpc_fakes import (
     ALL_PLACES,
     Client,
     FakeAgent,
     connected_to,
-    job_once,
     make_settings,
     refusal,
     running_here,
@@ -144,50 +144,3 @@ async def test_a_gpu_runs_a_rank_of_one_slot(tmp_path: Path, database: str) -> N
                 return await answer(one, joined_on(one, first, uuid)) == ""
 
             await until(is_released)
-
-
-async def test_coordinators_of_two_slots_keep_shares_of_a_budget_also_without_the_one_that_divides(
-    tmp_path: Path, database: str
-) -> None:
-    async with AsyncExitStack() as stack, AsyncExitStack() as first:
-        clients = [
-            await first.enter_async_context(serving(tmp_path, database, 0)),
-            await stack.enter_async_context(serving(tmp_path, database, 1)),
-        ]
-        powers = [Budgets(client) for client in clients]
-        agents = []
-        for client, job_id in zip(clients, JOBS, strict=True):
-            await client.register(job_id=job_id)
-            agents.append(FakeAgent(client, f"agent of {job_id}", job_id=job_id))
-            agents[-1].gpu_suffix = f" of {job_id}"
-            await agents[-1].join()
-            await agents[-1].iterate_until(client, job_pb2.JOB_STATE_PLANNED)
-            await agents[-1].iterate(4)
-        budget = await powers[0].set(limit_w=600.0)
-        assert (await refusal(powers[1].set()))[1] == "SERVED_ELSEWHERE"
-        assert (await refusal(powers[1].listed()))[1] == "SERVED_ELSEWHERE"
-
-        async def are_held() -> bool:
-            for agent in agents:
-                await agent.send(**reading(agent, 100.0))
-            jobs = [await client.job(job_id) for client, job_id in zip(clients, JOBS, strict=True)]
-            slowed = (await powers[0].feed()).slowed_job_ids
-            return all(map(is_held, jobs)) and sorted(slowed) == sorted(JOBS)
-
-        await until(are_held)
-        whole, share = await powers[0].feed(), await powers[1].feed()
-        assert whole.limit_w == budget.limit_w
-        assert 0.4 * budget.limit_w < share.limit_w < 0.6 * budget.limit_w
-        assert list(share.slowed_job_ids) == [JOBS[1]]
-        assert whole.measured_w > share.measured_w > 0
-
-        await agents.pop(0).end()
-        await first.aclose()
-        assert (await powers[1].feed()).limit_w == share.limit_w
-        clients[0] = await stack.enter_async_context(serving(tmp_path, database, 0, 1))
-        powers[0] = Budgets(clients[0])
-
-        await powers[0].feed_once(lambda feed: list(feed.slowed_job_ids) == [JOBS[1]])
-        assert (await powers[1].feed()).limit_w > 0.9 * share.limit_w
-        await powers[0].cancel()
-        await job_once(clients[1], is_free, JOBS[1])

@@ -199,17 +199,6 @@ async def test_other_authorization_headers_are_not_bearer_tokens(site: Site) -> 
         assert (await refusal(call))[1] == "CREDENTIAL_MISSING"
 
 
-async def test_ended_tokens_are_refused_by_name(site: Site) -> None:
-    expired = await site.new("short", "reader", _LASTING_S)
-    revoked = await site.new("gone", "reader")
-    await site.tokens.revoke("gone")
-    site.clock.ahead_s = 2 * _LASTING_S
-    for secret, reason, name in ((expired, "TOKEN_EXPIRED", "short"), (revoked, "TOKEN_REVOKED", "gone")):
-        async with site.as_(secret) as client:
-            found = await refusal(client.ask("ListJobs"))
-            assert found == (UNAUTHENTICATED, reason, {"name": name})
-
-
 @pytest.mark.parametrize("is_revoked", [True, False])
 async def test_streams_end_with_their_token(site: Site, is_revoked: bool) -> None:
     secret = await site.new("agents", "agent:*", None if is_revoked else _LASTING_S)

@@ -14,8 +14,6 @@ from grpc_status import rpc_status
 from structlog.testing import capture_logs
 
 from perseus.service.domain.messages import problem_to_proto
-from perseus.service.domain.statement import Statement
-from perseus.service.shell.ledger import Ledger
 from perseus.v1 import computation_pb2, frontier_pb2, job_service_pb2
 from tests.service.grpc_fakes import (
     TIMEOUT_S,
@@ -31,6 +29,7 @@ from tests.service.grpc_fakes import (
 )
 from tests.service.sites import Site
 from tests.service.solving.problems import large_problem, make_problem
+from tests.service.web.page_server import site as site_with_page
 
 SMALL = problem_to_proto(make_problem())
 LARGE = problem_to_proto(large_problem())
@@ -83,21 +82,6 @@ async def test_live_jobs_count_and_ended_ones_do_not(tmp_path: Path) -> None:
         await client.register(job_id="two", microbatches=5)  # a new run replaces the one before
         await client.finish("one")
         await client.register(job_id="three")
-
-
-async def test_ranks_and_computations_count_over_all_jobs(tmp_path: Path) -> None:
-    async with connected(make_settings(tmp_path, limit_ranks=8, limit_computations=50)) as client:
-        await client.register(job_id="one")  # 4 ranks, 12 computations
-        code, reason, values = await refusal(client.register(job_id="two", pipelines=3))
-        assert (code, reason, values["what"]) == (EXHAUSTED, "LIMIT_REACHED", "ranks")
-        code, reason, values = await refusal(client.register(job_id="two", microbatches=10))
-        assert (code, reason, values["what"]) == (EXHAUSTED, "LIMIT_REACHED", "computations")
-        # Too large by themselves: waiting would not help.
-        code, reason, values = await refusal(client.register(job_id="two", pipelines=5))
-        assert (code, reason, values["field"]) == (INVALID, "INVALID_FIELD", "parallelism")
-        code, reason, values = await refusal(client.register(job_id="two", microbatches=13))
-        assert (code, reason, values["field"]) == (INVALID, "INVALID_FIELD", "schedule")
-        await client.register(job_id="two")
 
 
 @pytest.mark.parametrize("site", [{"limit_jobs": 1}], indirect=True)
@@ -161,50 +145,31 @@ async def test_a_solve_has_a_time_limit(tmp_path: Path) -> None:
         assert refused == (grpc.StatusCode.DEADLINE_EXCEEDED, "SOLVER_TIMEOUT", {"limit_s": "0.1"})
 
 
-async def test_solves_at_once_and_their_size_are_limited(tmp_path: Path) -> None:
-    settings = make_settings(tmp_path, limit_solves=2, limit_solve_computations=4096)
-    async with connected(settings) as client:
-        calls = [solve(client, LARGE) for _ in range(3)]
-        waiting = [asyncio.ensure_future(refusal(call)) for call in calls]
-        done, others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        code, reason, values = done.pop().result()
-        assert (code, reason, values["what"]) == (EXHAUSTED, "LIMIT_REACHED", "solves at once")
-        assert len(others) == 2
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+async def test_a_solves_size_is_limited(tmp_path: Path) -> None:
+    async with connected(make_settings(tmp_path, limit_solve_computations=4096)) as client:
         values = {"field": "problem.schedule.named.microbatch_count", "found": "4100 computations"}
         larger = solve(client, frontier_pb2.PipelineProblem(**gpipe(2, 1025)))
-        assert await refusal(larger) == (
-            INVALID,
-            "INVALID_FIELD",
-            values | {"expected": "at most 4096 computations"},
-        )
+        values["expected"] = "at most 4096 computations"
+        assert await refusal(larger) == (INVALID, "INVALID_FIELD", values)
         values = {"field": "point_count", "expected": "at most 2048 for 4096 computations", "found": "10000"}
         assert await refusal(solve(client, LARGE, points=10_000)) == (INVALID, "INVALID_FIELD", values)
 
 
-async def test_listings_of_the_ledger_at_once_are_limited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    statement, may_go_on, asked = Ledger.statement, asyncio.Event(), asyncio.Semaphore(0)
+async def test_solves_and_listings_of_the_ledger_at_once_are_limited(tmp_path: Path) -> None:
+    async with site_with_page(tmp_path, limit_solves=1) as here:
+        quotas = here.coordinator.quotas
 
-    async def held_up(ledger: Ledger, *wanted: Any) -> Statement:
-        asked.release()
-        await may_go_on.wait()
-        return await statement(ledger, *wanted)
+        def calls() -> dict[str, Any]:
+            return {
+                "solves at once": solve(here.client, SMALL),
+                "ledger listings at once": here.client.ask("ListLedgerEntries"),
+            }
 
-    monkeypatch.setattr(Ledger, "statement", held_up)
-    async with connected(make_settings(tmp_path, limit_solves=2)) as client:
-        waiting = [client.ask("ListLedgerEntries") for _ in range(2)]
-        async with asyncio.timeout(TIMEOUT_S):
-            for _ in waiting:
-                await asked.acquire()
-        code, reason, values = await refusal(client.ask("ListLedgerEntries"))
-        assert (code, reason, values["what"]) == (EXHAUSTED, "LIMIT_REACHED", "ledger listings at once")
-        may_go_on.set()
-        await asyncio.gather(*waiting)
-        await client.ask("ListLedgerEntries")
+        with quotas.solve("anybody"), quotas.listing("anybody"):
+            for what, call in calls().items():
+                code, reason, values = await refusal(call)
+                assert (code, reason, values["what"]) == (EXHAUSTED, "LIMIT_REACHED", what)
+        await asyncio.gather(*calls().values())
 
 
 async def test_a_fast_sender_is_slowed_down_and_loses_nothing(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Messages to agents: those that wait for a slow one stay few, and what goes to many is made once."""
 
-import asyncio
-
 import pytest
 
 from perseus.service.api import outbox
@@ -28,15 +26,6 @@ async def test_only_the_latest_offer_for_a_rank_waits_and_answers_go_first() -> 
     box.enqueue(accepted("a"))
     box.enqueue(accepted("b"))
     assert await box.take() == ([accepted("a"), accepted("b"), offer(2), offer(3)], False)
-
-
-async def test_taking_waits_for_the_next_message() -> None:
-    box = Outbox()
-    taking = asyncio.create_task(box.take())
-    await asyncio.sleep(0)
-    assert not taking.done()
-    box.enqueue(accepted("a"))
-    assert await taking == ([accepted("a")], False)
 
 
 async def test_an_ended_outbox_sends_nothing_and_raises_the_first_reason() -> None:

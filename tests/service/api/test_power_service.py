@@ -158,6 +158,7 @@ async def test_invalid_requests_about_budgets_are_refused(tmp_path: Path) -> Non
     """Beside numbers out of bounds (`test_bounds_of_requests`) and absent parts (`test_required_fields`)."""
     cases: list[tuple[dict[str, Any], dict[str, str]]] = [
         ({"budget_id": "\u00e4"}, {"field": "budget_id"}),
+        ({"percent": 1001.0, "feed": "hall"}, {"field": "percent", "found": "1001.0"}),
         ({"percent": 50.0}, {"field": "percent", "found": "none"}),
         ({"end_s": 1.0}, {"field": "end_time"}),
         ({"start_s": 4e9, "end_s": 3e9}, {"field": "end_time"}),
@@ -338,10 +339,8 @@ async def test_a_budget_slows_a_job_down_survives_a_restart_and_releases_it(tmp_
         assert held.min_planned_iteration_time_s > before.max_planned_iteration_time_s
         assert held.budget_target_iteration_time_s == pytest.approx(held.t_slow_s)
         feed = await power.feed_once(lambda feed: not feed.is_compliant)
-        assert (feed.limit_w, list(feed.slowed_job_ids), list(feed.job_ids_to_pause)) == (
-            1.0,
-            *2 * (["job"],),
-        )
+        assert feed.limit_w == 1.0
+        assert list(feed.slowed_job_ids) == list(feed.job_ids_to_pause) == ["job"]
         offers = len(agent.offers)
 
     async with serving(tmp_path) as (client, power):
@@ -365,13 +364,14 @@ async def test_a_budget_slows_a_job_down_survives_a_restart_and_releases_it(tmp_
         terms = job_pb2.BudgetTerms(tolerance_percent=5.0, weight=3.0)
         policy = {"no_slowdown": {}, "budget_terms": terms}
         assert (await client.ask("SetPolicy", job_id="job", policy=policy)).job.policy.budget_terms == terms
-        own_s, held_s = before.no_slowdown_time.iteration_time_s, held.budget_target_iteration_time_s
-        less = await job_once(
-            client, lambda job: is_held(job) and job.budget_target_iteration_time_s < held_s
-        )
+        own_s = before.no_slowdown_time.iteration_time_s
         overhead_s = max(0.0, before.baseline.iteration_time_s - own_s)
-        assert less.budget_target_iteration_time_s > before.max_planned_iteration_time_s
-        assert less.budget_target_iteration_time_s + overhead_s <= (own_s + overhead_s) / 0.95 * (1 + 1e-9)
+        most_s = (own_s + overhead_s) / 0.95 * (1 + 1e-9) - overhead_s
+
+        def is_tolerated(job: job_pb2.Job) -> bool:
+            return before.max_planned_iteration_time_s < job.budget_target_iteration_time_s <= most_s
+
+        await job_once(client, is_tolerated)
 
         await power.cancel()
         await job_once(client, is_free)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import grpc
-import pytest
 from google.rpc.code_pb2 import Code
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
@@ -13,7 +12,7 @@ from structlog.testing import capture_logs
 
 from perseus.service.api.statuses import SOLVER_STATUSES, mapped, to_status
 from perseus.service.domain import errors
-from perseus.solver import DeadlineError, SolverError
+from perseus.solver import SolverError
 from perseus.v1 import job_service_pb2
 
 Error = TypeVar("Error", bound=Exception)
@@ -62,26 +61,6 @@ def test_every_error_class_that_can_be_raised_has_a_status_and_its_own_reason() 
     assert all(code in Code.keys() for code, _, _ in found.values())  # noqa: SIM118
     assert len({reason for _, reason, _ in found.values()}) == len(found)
     assert all(not hasattr(base, "template") for base in GATHERING)
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "reason", "metadata"),
-    [
-        (errors.JobNotFoundError(job_id="a"), grpc.StatusCode.NOT_FOUND, "JOB_NOT_FOUND", {"job_id": "a"}),
-        (
-            DeadlineError("too short", t_min_s=1.5, found=1.0),
-            grpc.StatusCode.OUT_OF_RANGE,
-            "ITERATION_TIME_TOO_SHORT",
-            {"t_min_s": "1.5", "found": "1.0"},
-        ),
-    ],
-)
-def test_a_status_carries_reason_domain_and_every_value(
-    error: errors.CoordinatorError | SolverError, code: grpc.StatusCode, reason: str, metadata: dict[str, str]
-) -> None:
-    status = to_status(error)
-    assert (status.code, status.details) == (code, str(error))
-    assert info_of(status) == ("perseus", reason, metadata)
 
 
 def test_only_a_retryable_error_has_a_retry_delay() -> None:

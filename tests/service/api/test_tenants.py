@@ -61,23 +61,6 @@ async def test_an_agent_is_refused_on_a_host_outside_its_credential(site: Site) 
         assert metadata == {"principal": "token nodes", "hostname": "host"}
 
 
-async def test_the_refusal_of_a_gpu_names_a_job_of_the_same_tenant(site: Site) -> None:
-    async with (
-        agent_of(site, "agent:a-*", "a-1") as first,
-        site.as_(site.operator) as operator,
-        site.as_(await site.new("again", "agent:a-*")) as again,
-    ):
-        await first.join_ranks()
-        await operator.register(job_id="a-2")
-        first.job_id = "a-2"
-        await first.join_ranks()
-        assert [refused.reason for refused in first.refused] == ["GPU_ALREADY_SERVED"] * 4
-        assert {refused.metadata["job_id"] for refused in first.refused} == {"a-1"}
-        other = FakeAgent(again, "other", ALL_PLACES[:1], job_id="a-2")
-        await other.join()
-        assert len(other.accepted) == 1, "a claim under another credential does not count"
-
-
 async def test_a_restart_gives_no_tenants_gpus_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

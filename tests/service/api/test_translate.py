@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
-from hypothesis import given
-from hypothesis import strategies as st
 
 from perseus.schedule_name import ScheduleName
 from perseus.service.api.frontier_service import _problem_of
@@ -36,7 +34,7 @@ from perseus.service.domain.specification import (
     Parallelism,
     build_schedule,
 )
-from perseus.service.domain.telemetry import KINDS, ClockStatistics, ComputationColumns
+from perseus.service.domain.telemetry import ClockStatistics, ComputationColumns
 from perseus.solver import (
     Computation,
     Kind,
@@ -271,24 +269,6 @@ def computations(
     return telemetry_from_proto(message, "agent").batch.computations
 
 
-@given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 100), st.floats(0, 1e6)), max_size=20))
-def test_columns_arrive_as_they_were_sent(rows: list[tuple[Kind, int, float]]) -> None:
-    number = {kind: computation_pb2.ComputationKind.Value(f"COMPUTATION_KIND_{kind.name}") for kind in Kind}
-    count = len(rows)
-    sent = {
-        "iteration": range(count),
-        "kind": [number[kind] for kind, _, _ in rows],
-        "microbatch": [microbatch for _, microbatch, _ in rows],
-        "chunk": [0] * count,
-        "begin_s": [begin_s for _, _, begin_s in rows],
-        "duration_s": [0.5] * count,
-        "clock_mhz": [0] * count,
-    }
-    columns = computations(sent, is_regular=[False] * count)
-    assert [KINDS[index] for index in columns.kind] == [kind for kind, _, _ in rows]
-    assert (columns.microbatch, columns.begin_s) == (sent["microbatch"], sent["begin_s"])
-
-
 @pytest.mark.parametrize(("iteration", "expected"), [(None, -1), (-1, -1), (0, 0)])
 def test_an_absent_iteration_means_that_none_has_begun(iteration: int | None, expected: int) -> None:
     place = rank_pb2.RankCoordinates()
@@ -350,26 +330,12 @@ def test_an_order_that_was_seen_is_recognised_only_if_all_of_it_is_the_same() ->
     for row, field in (
         (([41, -1], [0, 0]), r"microbatch\[1\]"),
         (([41, 42], [-1, 0]), r"chunk\[0\]"),
-        (([41, 42], [0, 0], -1), r"clock_mhz\[0\]"),
         (([41, 42], [0]), "chunk"),
-        (([41], [0, 0]), "microbatch"),
         (([41, 42], [0, 0], 0, unspecified), r"kind\[0\]: expected a known kind, found -1"),
     ):
         for _ in range(2):  # what is refused is not remembered
             with pytest.raises(InvalidFieldError, match=f"^computations.{field}"):
                 columns(*row)
-
-
-def test_a_filter_of_events_is_translated() -> None:
-    assert event_filter_from_proto(ListJobEventsRequest()) == model.EventFilter(frozenset())
-    request = ListJobEventsRequest(
-        types=[event_pb2.JOB_EVENT_TYPE_SOLVED, event_pb2.JOB_EVENT_TYPE_SOLVED],
-        start_time=Timestamp(seconds=1, nanos=500_000_000),
-        end_time=Timestamp(seconds=3),
-    )
-    assert event_filter_from_proto(request) == model.EventFilter(
-        frozenset([event_pb2.JOB_EVENT_TYPE_SOLVED]), 1.5, 3.0
-    )
 
 
 SOLVED_AND_NONE = [event_pb2.JOB_EVENT_TYPE_SOLVED, event_pb2.JOB_EVENT_TYPE_UNSPECIFIED]

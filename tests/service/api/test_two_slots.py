@@ -1,5 +1,5 @@
-"""Coordinators of two slots that share a PostgreSQL database: they know the same tokens, and a GPU runs a rank
-of one of them.
+"""Coordinators of two slots that share a PostgreSQL database know the same tokens, and a GPU runs a rank of
+one of them.
 
 The power budget that they divide is in `tests/test_fleet_end_to_end.py`.
 """

@@ -33,16 +33,13 @@ from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import computation_pb2
 from tests.service.grpc_fakes import TIMEOUT_S, FakeAgent, coordinator_without_api, sent
 from tests.service.service_fakes import make_gpu, make_spec
+from tests.torture.malformed_messages import extremes
 
 JOB = make_spec(pipelines=2, stages=1, microbatches=1)
 RULES = Rules(baseline_iterations=2)
 BEGINNING = 4
 MINE, THEIRS = Coordinates(0, 0, 0), Coordinates(1, 0, 0)
 FORWARD, BACKWARD = computation_pb2.COMPUTATION_KIND_FORWARD, computation_pb2.COMPUTATION_KIND_BACKWARD
-
-_INTEGERS = [0, 1, -1, 2, 2**31 - 1, -(2**31), 2**53, 2**53 + 1, 2**63 - 1, -(2**63)]
-_FLOATS = [0.0, -1.0, 5e-324, 1e155, 1e200, 1.7e308, float("inf"), float("-inf"), float("nan")]
-_TEXTS = ["", "job", "no", "Upper", "x" * 5000, "\x00", "\u202e", "GPU-1-0-0"]
 
 
 class EndedError(Exception):
@@ -123,22 +120,6 @@ VALID = [
 ]
 
 
-def values(field: FieldDescriptor) -> list[Any]:
-    match field.cpp_type:
-        case FieldDescriptor.CPPTYPE_BOOL:
-            return [False, True]
-        case FieldDescriptor.CPPTYPE_DOUBLE:
-            return _FLOATS
-        case FieldDescriptor.CPPTYPE_STRING:
-            return _TEXTS
-        case FieldDescriptor.CPPTYPE_ENUM:
-            return [0, 1, 6, 99, 2**31 - 1]
-        case FieldDescriptor.CPPTYPE_INT32:
-            return [value for value in _INTEGERS if abs(value) <= 2**31 and value < 2**31]
-        case _:
-            return _INTEGERS
-
-
 def mutate(message: Message, draw: Callable[[st.SearchStrategy[Any]], Any]) -> None:
     """Change one thing somewhere in a message."""
     field = draw(st.sampled_from(list(message.DESCRIPTOR.fields)))
@@ -154,17 +135,17 @@ def mutate(message: Message, draw: Callable[[st.SearchStrategy[Any]], Any]) -> N
             case "change" if len(column) and is_message:
                 mutate(column[row], draw)
             case "change" if len(column):
-                column[row] = draw(st.sampled_from(values(field)))
+                column[row] = draw(st.sampled_from(extremes(field)))
             case _ if is_message:
                 column.add()
             case _:
-                column.append(draw(st.sampled_from(values(field))))
+                column.append(draw(st.sampled_from(extremes(field))))
     elif is_message:
         part = getattr(message, field.name)
         part.SetInParent()
         mutate(part, draw)
     else:
-        setattr(message, field.name, draw(st.sampled_from(values(field))))
+        setattr(message, field.name, draw(st.sampled_from(extremes(field))))
 
 
 @st.composite

@@ -32,7 +32,6 @@ from perseus.service.domain.specification import (
     NamedSchedule,
     OperatingPolicy,
     Parallelism,
-    build_schedule,
 )
 from perseus.service.domain.telemetry import ClockStatistics, ComputationColumns
 from perseus.solver import (
@@ -40,7 +39,6 @@ from perseus.solver import (
     Kind,
     Measurement,
     Pipeline,
-    ScheduleError,
     named_schedule,
     one_forward_one_backward,
     shrink_profiles,
@@ -114,25 +112,6 @@ def test_a_named_problem_equals_its_explicit_orders(name: ScheduleName) -> None:
     )
     check_problem_size(message, 3, len(list(schedule.computations)) * 3 // 2)
     assert problem_from_proto(message) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "counts", "message"),
-    [
-        (INTERLEAVED, (4, 0), "chunk_count: expected at least 1, found 0"),
-        (INTERLEAVED, (4, 257), r"schedule\.named\.chunk_count: expected .*256, found 257"),
-        (INTERLEAVED, (5, 2), "microbatch_count: expected a multiple of 2, the number of stages, found 5"),
-        (INTERLEAVED, (4096, 8), "microbatch_count: expected at most 65536 computations, found 131072"),
-        (ScheduleName.GPIPE, (4, 2), "chunk_count: expected 1 on each stage for gpipe, found 2"),
-        (ScheduleName.ZERO_BUBBLE_V, (4, 3), "chunk_count: expected 2 on each stage for zbv, found 3"),
-        (ScheduleName.DUAL_PIPE_V, (3, 0), "microbatch_count: expected at least 4, two for each stage"),
-    ],
-)
-def test_invalid_counts_of_a_named_schedule_are_refused(
-    name: ScheduleName, counts: tuple[int, int], message: str
-) -> None:
-    with pytest.raises((InvalidFieldError, ScheduleError), match=message):
-        build_schedule(NamedSchedule(name, *counts), 2)
 
 
 def test_every_state_kind_and_reason_has_its_number_on_the_wire() -> None:

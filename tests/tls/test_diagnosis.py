@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import re
 import socket
-import ssl
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from perseus.tls.channels import Channels
 from perseus.tls.diagnosis import Shown, diagnose, refusal, trouble
 from perseus.tls.files import Role, TlsFiles
 from tests.tls.pairs import authority, issue, listening
+from tests.tls.test_tls_files import MISTAKES, UNDOCUMENTED
 
 SECURITY = Path(__file__).parents[2] / "docs" / "security.md"
 NOTHING = "/nothing/Here"
@@ -155,11 +155,12 @@ async def test_plaintext_to_plaintext_has_no_diagnosis(tmp_path: Path) -> None:
         assert await asyncio.to_thread(diagnose, address, None) is None
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_documentation_has_the_line(name: str) -> None:
+def test_the_documentation_has_the_lines() -> None:
     rows = [line for line in SECURITY.read_text().splitlines() if line.startswith("| ")]
     lines = re.findall(r"`([^`]+)`", "\n".join(rows))
-    assert any(re.fullmatch(CASES[name].expected, line) for line in lines)
+    of_files = [MISTAKES[name][1].replace(".*", "") + ".*" for name in MISTAKES.keys() - UNDOCUMENTED]
+    for expected in (*of_files, *(case.expected for case in CASES.values())):
+        assert any(re.fullmatch(expected, line) for line in lines), expected
 
 
 async def call(address: str, files: TlsFiles | None) -> None:
@@ -202,32 +203,6 @@ def test_a_diagnosis_has_a_time_limit(responses: bytes, tmp_path: Path) -> None:
         assert found == ("the server there speaks no TLS, or not gRPC's" if responses else None)
         server.shutdown(socket.SHUT_RDWR)  # which ends the thread's wait
         accepting.join()
-
-
-async def test_versions_before_tls_1_2_are_refused(tmp_path: Path) -> None:
-    ours = authority(tmp_path)
-
-    def version(newest: ssl.TLSVersion) -> str | None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.load_verify_locations(cafile=ours.folder / "ca.pem")
-        context.set_alpn_protocols(["h2"])
-        context.set_ciphers("ALL:@SECLEVEL=0")
-        context.maximum_version = newest
-        host, _, port = address.rpartition(":")
-        with (
-            socket.create_connection((host, int(port)), 5) as plain,
-            context.wrap_socket(plain, server_hostname=host) as line,
-        ):
-            return line.version()
-
-    async with listening(issue(ours)) as address:
-        assert await asyncio.to_thread(version, ssl.TLSVersion.TLSv1_3) == "TLSv1.3"
-        assert await asyncio.to_thread(version, ssl.TLSVersion.TLSv1_2) == "TLSv1.2"
-        with (
-            pytest.warns(DeprecationWarning, match="TLSv1_1"),
-            pytest.raises((ssl.SSLError, ConnectionResetError)),
-        ):
-            await asyncio.to_thread(version, ssl.TLSVersion.TLSv1_1)
 
 
 # --- The sentences ------------------------------------------------------------------------------------------

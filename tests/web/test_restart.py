@@ -1,59 +1,35 @@
 """A coordinator that is killed and comes back: the page shows that, and reconnects by itself."""
 
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
 from pathlib import Path
 
 from playwright.async_api import expect
 
+from perseus.demo.processes import Coordinator
 from perseus.v1 import job_pb2
 from tests.ports import free_port
 from tests.service.grpc_fakes import (
-    Client,
     connected,
     connected_to,
     make_settings,
     planned,
-    until,
 )
 from tests.web.browser import browsing, figure, in_browser, panel
 
 pytestmark = in_browser
 
 
-@contextmanager
-def coordinator(folder: Path, address: str, http: str) -> Iterator[subprocess.Popen[bytes]]:
-    arguments = [f"--listen={address}", f"--http={http}", f"--database={folder / 'perseus.db'}", "--insecure"]
-    with (folder / "coordinator.log").open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "perseus.cli", "coordinator", *arguments], stdout=log, stderr=log
-        )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
 async def test_the_page_becomes_stale_and_live_again(tmp_path: Path) -> None:
-    address, http = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-
-    async def is_registered(client: Client) -> bool:
-        try:
-            await client.register()
-        except Exception:
-            return False
-        return True
-
+    http = f"127.0.0.1:{free_port()}"
+    coordinator = Coordinator(tmp_path, tmp_path / "perseus.db", f"--http={http}")
     async with browsing(
         expected=["ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE", "ERR_EMPTY", "ERR_CONNECTION_RESET"]
     ) as page:
         state = page.locator("#stream-state")
-        with coordinator(tmp_path, address, http):
+        with coordinator:
+            address = await asyncio.to_thread(coordinator.start)
             async with connected_to(address) as client:
-                await until(lambda: is_registered(client))
+                await client.register()
             await page.goto(f"http://{http}/#/jobs/job")
             await expect(state).to_have_text("live")
             await expect(figure(page, "ranks")).to_have_text("0 of 4")
@@ -61,7 +37,8 @@ async def test_the_page_becomes_stale_and_live_again(tmp_path: Path) -> None:
         await expect(state).to_contain_text("stale since")
         await expect(page.locator("main.stale")).to_be_visible()
         await expect(figure(page, "ranks")).to_have_text("0 of 4")  # old figures stay, and are marked
-        with coordinator(tmp_path, address, http):
+        with coordinator:
+            await asyncio.to_thread(coordinator.start)
             await expect(state).to_have_text("live")
             await expect(page.locator("main.stale")).to_have_count(0)
             async with connected_to(address) as client:

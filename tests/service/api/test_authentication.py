@@ -4,7 +4,8 @@ import asyncio
 import importlib
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from tests.service.grpc_fakes import (
     running_here,
     sent,
     spec_message,
+    until,
 )
 from tests.service.sites import Site, open_site
 
@@ -307,48 +309,32 @@ async def test_the_owner_outlives_the_coordinator(tmp_path: Path) -> None:
                 assert (await refusal(register(client, owner, owner)))[1] == "OWNER_MISMATCH"
 
 
-async def test_the_operators_file_is_written_once_and_for_its_user_alone(tmp_path: Path) -> None:
+async def test_the_operators_file_is_for_its_user_alone_and_its_token_lasts_until_it_is_replaced(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "own" / "operator.token"
     settings = make_settings(tmp_path, insecure=False, operator_token_file=path)
-    secrets = set()
-    for _ in range(2):
+    secrets = []
+    for is_valid in (True, True, False, True):
         async with running_here(settings) as (address, _):
             assert path.stat().st_mode & 0o777 == 0o600
             assert path.parent.stat().st_mode & 0o777 == 0o700
-            secrets.add(path.read_text())
+            secrets.append(path.read_text())
             async with connected_to(address, token=TokenSource(path=path)) as client:
-                await client.register()
-    assert len(secrets) == 1
-    assert path.read_text().strip().encode() not in (tmp_path / "perseus.db").read_bytes()
+                if is_valid:
+                    await client.register()
+                else:
+                    assert (await refusal(client.ask("ListJobs")))[1] == "TOKEN_REVOKED"
+        assert secrets[-1].strip().encode() not in (tmp_path / "perseus.db").read_bytes()
+        if len(secrets) == 2:
+            await revoke_in(settings.database)
+        elif not is_valid:
+            path.unlink()
+    assert secrets[0] == secrets[1] == secrets[2] != secrets[3]
     path.chmod(0o644)
     with pytest.raises(TokenFileUnusableError, match="expected a file of this user's with mode 0600"):
         async with running_here(settings):
             pass
-
-
-async def test_a_revoked_operators_token_stays_revoked_until_its_file_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "operator.token"
-    settings = make_settings(tmp_path, insecure=False, operator_token_file=path)
-    async with running_here(settings):
-        pass
-    store = await SqlStore.open(settings.database)
-    assert [(token.name, token.grant.scope) for token in await store.load_tokens()] == [
-        ("operator", Scope.OPERATOR)
-    ]
-    await store.close()
-    for is_valid in (True, False, True):
-        async with (
-            running_here(settings) as (address, _),
-            connected_to(address, token=TokenSource(path=path)) as client,
-        ):
-            if is_valid:
-                await client.ask("ListJobs")
-            else:
-                assert (await refusal(client.ask("ListJobs")))[1] == "TOKEN_REVOKED"
-        if is_valid:
-            await revoke_in(settings.database)
-        else:
-            path.unlink()
 
 
 async def revoke_in(database: Path | str) -> None:
@@ -445,3 +431,75 @@ async def test_an_instance_belongs_to_its_principal_even_after_its_stream_has_en
         assert (welcome.acknowledged_sequence, welcome.instance_key) == (1, key)
         # The agent itself, with a renewed token.
         assert (await greeting(other, "mine", key)).acknowledged_sequence == 1
+
+
+# ---------------------------------------------------------------------- one tenant and another
+
+
+MADE_UP_W = 1e7
+
+
+@asynccontextmanager
+async def agent_of(site: Site, grant: str, job_id: str) -> AsyncIterator[FakeAgent]:
+    """An agent that has said hello, and whose job is registered."""
+    async with site.as_(site.operator) as operator, site.as_(await site.new(job_id, grant)) as client:
+        await operator.register(job_id=job_id)
+        agent = FakeAgent(client, job_id, job_id=job_id)
+        await agent.hello()
+        yield agent
+
+
+async def report_powers(agent: FakeAgent, **powers_w: float) -> None:
+    """Report the draw of GPUs, and wait until the coordinator has handled that."""
+    reading = {"duration_s": 1.0, "gpu_uuid": list(powers_w), "power_w": list(powers_w.values())}
+    await agent.send(power_reading=reading)
+    await agent.beat()
+
+
+async def test_gpus_without_a_rank_count_only_from_the_credential_s_host(site: Site) -> None:
+    made_up = {f"GPU-made-up-{number}": MADE_UP_W for number in range(256)}
+    async with (
+        agent_of(site, "agent:a-*@host", "a-1") as agent,
+        agent_of(site, "agent:b-*", "b-1") as liar,
+        site.as_(site.operator) as operator,
+    ):
+        power = Budgets(operator)
+        await power.set(limit_w=1e6)  # agents report no readings before there is a budget
+
+        async def is_known() -> bool:
+            await report_powers(liar, **made_up)
+            await report_powers(agent, idle=60.0)
+            return (await power.feed()).unmanaged_w > 50.0
+
+        await until(is_known)
+        state = await power.feed()
+        assert 50.0 < state.unmanaged_w <= state.measured_w <= 60.001
+        assert state.conflicting_gpu_count == 0
+
+
+async def test_an_agent_is_refused_on_a_host_outside_its_credential(site: Site) -> None:
+    async with site.as_(await site.new("nodes", "agent:*@node-1,node-2*")) as client:
+        agent = FakeAgent(client)
+        await agent.send(hello={"instance_id": "agent", "hostname": "host"})
+        code, reason, metadata = await refusal(agent.reader)
+        assert (code, reason) == (grpc.StatusCode.PERMISSION_DENIED, "HOST_OUT_OF_SCOPE")
+        assert metadata == {"principal": "token nodes", "hostname": "host"}
+
+
+async def test_a_restart_gives_no_tenants_gpus_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_site(tmp_path, monkeypatch) as site:
+        theirs, ours = await site.new("a", "agent:a-*"), await site.new("nodes", "agent:*")
+        async with site.as_(site.operator) as operator, site.as_(theirs) as client:
+            for job_id in ("a-1", "b-1"):
+                await operator.register(job_id=job_id)
+            thief = FakeAgent(client, "thief", job_id="a-1")
+            await thief.join()
+    async with open_site(tmp_path, monkeypatch) as site, site.as_(theirs) as client, site.as_(ours) as nodes:
+        # It is back, and is silent about most of its ranks: its stream keeps their leases alive.
+        thief = FakeAgent(client, "thief", ALL_PLACES[:1], job_id="a-1")
+        await thief.hello()
+        victim = FakeAgent(nodes, "victim", job_id="b-1")
+        await victim.join()
+        assert victim.refused == []

@@ -52,7 +52,7 @@ OF_32_BITS = {
 }
 """Numbers of telemetry whose upper bound is their type's."""
 CLAMPED = {"page_size"}
-"""Numbers whose bounds `test_paging` tests."""
+"""Numbers whose bounds `tests/service/shell/test_coordinator_refusals.py` tests."""
 
 Path_ = tuple[str, ...]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from perseus.service.api.paging import MAX_PAGE_SIZE, PAGE_BYTES, Page
+from perseus.service.api.paging import PAGE_BYTES, Page
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.v1 import job_pb2, rank_pb2
 from perseus.v1.job_service_pb2 import GetReportRequest, ListJobsRequest, ListRanksRequest
@@ -91,9 +91,3 @@ def test_an_invented_token_is_refused(token: str) -> None:
     request = ListRanksRequest(job_id="job", states=REQUEST.states, page_token=token)
     with pytest.raises(InvalidFieldError, match="page_token"):
         _ = Page.asked(request).first_number
-
-
-@pytest.mark.parametrize("size", [-1, MAX_PAGE_SIZE + 1])
-def test_a_page_size_out_of_range_is_refused(size: int) -> None:
-    with pytest.raises(InvalidFieldError, match="page_size: expected 0 to 1000"):
-        Page.asked(ListJobsRequest(page_size=size))

@@ -12,7 +12,7 @@ from perseus.service.domain.errors import DatabaseUnreadableError
 from perseus.service.shell import coordinator, ledger, tokens
 from perseus.service.storage.engines import connect
 from perseus.service.storage.sql_store import SqlStore
-from tests.service.api.test_two_slots import JOBS, serving
+from tests.service.api.test_slots import JOBS, serving
 from tests.service.grpc_fakes import refusal
 from tests.service.storage import postgresql
 

@@ -21,11 +21,6 @@ plain = st.recursive(
 )
 
 
-@given(plain)
-def test_pieces_are_the_same_as_the_whole(value: object) -> None:
-    assert "".join(json_text._pieces(value)) == json_text.as_json(value)
-
-
 async def test_a_large_message_is_written_like_a_small_one() -> None:
     plan = Plan()
     for stage in range(8):

@@ -132,34 +132,26 @@ async def test_one_jobs_stream_agrees_with_grpc(tmp_path: Path) -> None:
     async with site(tmp_path) as here:
         client = here.client
         await client.register()
-        agent = await here.train(job_pb2.JOB_STATE_PROFILING)
-        async with here.watch("jobs/job") as first:
-            found = await caught_up(first)
+        agent = await here.train(job_pb2.JOB_STATE_PLANNED)
+        async with here.watch("jobs/job") as stream:
+            found = await caught_up(stream)
             assert "job" in found[0]
             reported = [each["event"] for each in found if "event" in each]
             last = int(found[-1]["caught_up"]["last_event_sequence"])
             assert [int(event["sequence"]) for event in reported] == list(range(1, last + 1))
             assert reported[0]["type"] == "JOB_EVENT_TYPE_REGISTERED"
             assert reported[0]["registered"]["parallelism"]["pipeline_count"] == 2
-            assert first.ids[-1] == f"1:{last}"
-
-            await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
-            async with here.watch("jobs/job") as second:
-                begun = await caught_up(second)
-                await agent.iterate(3)
-                await client.finish()
-                found += await rest(first)
-                begun += await rest(second)
-        for each in (found, begun):
-            sequences = [int(update["event"]["sequence"]) for update in each if "event" in update]
-            assert sequences == list(range(1, sequences[-1] + 1)), "all of them, in order, once"
-            shown = [update["job"] for update in each if "job" in update]
-            assert shown[-1]["state"] == "JOB_STATE_FINISHED"
+            assert stream.ids[-1] == f"1:{last}"
+            await agent.iterate(3)
+            await client.finish()
+            found += await rest(stream)
         by_grpc = await client.events()
-        assert len(sequences) == len(by_grpc)
-        measured = [update["iteration"] for update in begun if "iteration" in update]
+        sequences = [int(update["event"]["sequence"]) for update in found if "event" in update]
+        assert sequences == list(range(1, len(by_grpc) + 1)), "all of them, in order, once"
+        shown = [update["job"] for update in found if "job" in update][-1]
+        assert (shown["state"], shown["figures"]["iteration_time_s"]) == ("JOB_STATE_FINISHED", 0.8)
+        measured = [update["iteration"] for update in found if "iteration" in update]
         assert {(each["pipeline"], each["iteration_time_s"]) for each in measured} == {(0, 0.8), (1, 0.8)}
-        assert shown[-1]["figures"]["iteration_time_s"] == 0.8
 
         # A run that has ended is delivered to its end.
         async with here.watch("jobs/job") as late:

@@ -16,7 +16,7 @@ from perseus.demo.workload import DEMO
 from tests.service.grpc_fakes import Client
 from tests.web.browser import browsing, log_in, panel
 from tests.web.fleet import fleet, machine
-from tests.web.ledgers import ENTRIES, open_ledger, serving, table_row
+from tests.web.test_ledger import ENTRIES, open_ledger, serving, table_row
 
 _LONG_MS = 240_000
 

@@ -38,6 +38,7 @@ from tests.service.grpc_fakes import (
     refusal,
     until,
 )
+from tests.service.sites import Clock
 
 FEEDS = {"hall": {"hosts": ["ho*"], "limit_w": 5000.0}}
 
@@ -95,18 +96,11 @@ async def serving(tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Client
         yield client, Budgets(client)
 
 
-class FleetClock:
-    """The time by which budgets begin and end, which a test advances."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FleetClock:
-    clock = FleetClock()
-    shifted = partialmethod(Power.__init__, clock=lambda: time.time() + clock.ahead_s)
-    monkeypatch.setattr(Power, "__init__", shifted)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time by which budgets begin and end."""
+    clock = Clock()
+    monkeypatch.setattr(Power, "__init__", partialmethod(Power.__init__, clock=clock))
     return clock
 
 
@@ -385,7 +379,7 @@ async def test_a_budget_slows_a_job_down_survives_a_restart_and_releases_it(tmp_
 
 
 async def test_the_end_of_a_budget_releases_its_jobs_unless_the_clock_that_ended_it_goes_back(
-    tmp_path: Path, clock: FleetClock
+    tmp_path: Path, clock: Clock
 ) -> None:
     day_s = 86_400.0
     async with serving(tmp_path) as (client, power):
@@ -538,7 +532,7 @@ def is_held_at(job: job_pb2.Job, iteration_time_s: float) -> bool:
 
 
 async def test_a_restart_lifts_no_target_while_another_jobs_power_is_unknown(
-    tmp_path: Path, clock: FleetClock
+    tmp_path: Path, clock: Clock
 ) -> None:
     """That job may train on before its agent is back, and its draw would be given away otherwise."""
     async with held_beside_another(tmp_path) as (client, agent, slowest_s):

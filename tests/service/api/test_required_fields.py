@@ -43,6 +43,8 @@ NAMED_BY_PLACE = {
 }
 """Refusals give the place of these (a schedule, a stage, a kind, the labels, a node) instead of the field."""
 
+OF_JOBS = ("FinishJob", "DeleteJob", "ResumeJob", "GetFrontier")
+
 M = TypeVar("M", bound=Message)
 
 Parts = dict[str, str]
@@ -209,11 +211,8 @@ def requests() -> list[Message]:
             owner="o",
             labels=[{"key": "k", "value": "v"}],
         ),
-        make_request("FinishJob", job_id="job"),
-        make_request("DeleteJob", job_id="job"),
-        make_request("ResumeJob", job_id="job"),
+        *(make_request(name, job_id="job") for name in OF_JOBS),
         make_request("MeasureBaseline", job_id="job", request_id="r"),
-        make_request("GetFrontier", job_id="job"),
         make_request("ListLedgerEntries", job_id="job", page_size=1),
         make_request("CancelBudget", budget_id="b"),
         make_request("WatchFeeds", feed="default"),

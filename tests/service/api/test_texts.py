@@ -11,7 +11,8 @@ from google.protobuf.message import Message
 from perseus.service.api.texts import check_texts, holds_text
 from perseus.v1 import job_service_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest
-from tests.service.grpc_fakes import METHODS, Client, FakeAgent, make_request, refusal
+from tests.service.api.test_bounds_of_requests import output
+from tests.service.grpc_fakes import METHODS, Client, FakeAgent, make_request, refusal, sent
 from tests.torture.malformed_messages import Path, paths
 
 HOSTILE = ("\x1b[31mred", "two\nlines", "\u202eright to left", "x" * 1025)
@@ -64,42 +65,27 @@ async def test_an_agents_message_with_such_a_text_is_refused_by_itself(client: C
     assert {"hello.instance_id", "rank_joined.gpu.uuid", "telemetry.job_id"} <= tried
     agent = FakeAgent(client)
     await agent.hello()
+    valid = {str(message.WhichOneof("message")): message for message in output(agent)}
     for path, text in product(SENT, HOSTILE):
-        output = ConnectRequest()
-        field = put(output, path, text)
-        if path[0].name == "hello":
-            output.hello.instance_id = output.hello.instance_id or "other"
+        kind = path[0].name
+        if kind == "hello":
+            message = sent(hello={"instance_id": "other"})
+            field = put(message, path, text)
             other = FakeAgent(client)
-            await other.send(output)
+            await other.send(message)
             code, _, metadata = await refusal(other.reader)
             assert (code, metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
             continue
-        fill(output)
+        message = ConnectRequest()
+        message.CopyFrom(valid[kind])
+        if path[-1].is_repeated:
+            getattr(message, kind).ClearField(path[-1].name)
+        field = put(message, path, text)
         agent.clear_refusals()
-        await agent.send(output)
+        await agent.send(message)
         await agent.beat()
         (refused,) = agent.refusals
         assert path[-1].name in str(refused), field
-
-
-def fill(output: ConnectRequest) -> None:
-    """Fill in everything besides the text that makes a message about a rank or GPU valid."""
-    kind = str(output.WhichOneof("message"))
-    part = getattr(output, kind)
-    if kind == "power_reading":
-        part.duration_s = 1.0
-        part.power_w[:] = [1.0]
-        return
-    part.job_id = part.job_id or "job"
-    part.rank.SetInParent()
-    match kind:
-        case "rank_joined":
-            part.gpu.uuid = part.gpu.uuid or "GPU-0"
-            part.gpu.supported_clocks_mhz[:] = [1410]
-        case "gpu_error":
-            part.reason = 1
-        case "plan_answer":
-            part.version, part.accepted = 1, True
 
 
 def test_messages_without_texts_are_not_walked() -> None:

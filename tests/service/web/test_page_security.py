@@ -1,6 +1,8 @@
 """Access to the page's server: logins, their ends, and requests that another site's page makes."""
 
 import asyncio
+import time
+from collections.abc import AsyncIterator
 from http.cookies import SimpleCookie
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from perseus.service.domain.errors import (
 )
 from perseus.service.domain.principals import Grant, Scope
 from perseus.service.shell.tokens import Tokens
+from perseus.service.shell.writer import Writer
+from perseus.service.storage.sql_store import SqlStore
 from perseus.service.web import event_stream, sessions
 from perseus.service.web.access import HttpAuthenticator
 from perseus.service.web.app import make_app
@@ -32,6 +36,23 @@ from tests.service.web.test_page_api import assert_refused, registration
 
 ALONE = {"slot": 0, "slot_count": 1}
 NOBODY = {"name": "", "scope": "", "requires_login": True, "may_control": False, "release": "", **ALONE}
+
+
+@pytest.fixture
+def wall_s() -> list[float]:
+    """The time of the tokens, which a test can advance."""
+    return [time.time()]
+
+
+@pytest.fixture
+async def tokens(tmp_path: Path, wall_s: list[float]) -> AsyncIterator[Tokens]:
+    store = await SqlStore.open(tmp_path / "tokens.db")
+    writer = Writer(store)
+    writing = asyncio.create_task(writer.run())
+    yield Tokens(store, writer, clock=lambda: wall_s[0])
+    writing.cancel()
+    await asyncio.gather(writing, return_exceptions=True)
+    await store.close()
 
 
 async def test_a_login_and_its_end(tmp_path: Path) -> None:

@@ -107,15 +107,6 @@ def test_a_mistake_is_named_with_its_file(name: str, tmp_path: Path) -> None:
         check(make(tmp_path), Role.SERVER, time.time())
 
 
-def test_an_unreadable_key_is_named(tmp_path: Path) -> None:
-    files = issue(authority(tmp_path))
-    assert files.key is not None
-    files.key.unlink()
-    files.key.mkdir()
-    with pytest.raises(TlsError, match=r"own\.key: can't be read: Is a directory"):
-        check(files, Role.SERVER, time.time())
-
-
 def test_a_servers_certificate_is_not_for_clients(tmp_path: Path) -> None:
     with pytest.raises(TlsError, match=r"may be a client's"):
         check(issue(authority(tmp_path)), Role.CLIENT, time.time())
@@ -168,15 +159,6 @@ def test_renewed_files_are_loaded_once_complete(tmp_path: Path) -> None:
     assert source.generation == 2
     assert source.material.certificate == other.certificate.read_bytes()
     assert [line["event"] for line in logs] == ["certificates reloaded"]
-
-
-def test_an_expired_renewal_is_not_loaded(tmp_path: Path) -> None:
-    ca = authority(tmp_path)
-    source = TlsSource(issue(ca), Role.SERVER)
-    issue(ca, ends_days=-0.1)
-    with capture_logs() as logs:
-        assert not source.poll()
-    assert "expired on" in logs[0]["reason"]
 
 
 def test_expiry_is_logged_daily_from_a_week_before(tmp_path: Path) -> None:

@@ -47,10 +47,14 @@ async def test_all_4096_ranks_are_shown(tmp_path: Path, width: int) -> None:
 
 
 async def test_the_clocks_tried_and_a_detected_straggler_are_shown(tmp_path: Path) -> None:
-    cluster = TimedCluster(make_spec("slow", pipelines=2, stages=3, microbatches=6))
-    cluster.run_to_plan()
-    assert cluster.findings(5, {1: 1.5})
-    jobs = [machine("profiled", 8, JobState.PROFILING), cluster.machine]
+    profiled, slow = [
+        TimedCluster(make_spec(job_id, stages=3, microbatches=6)) for job_id in ("profiled", "slow")
+    ]
+    profiled.join_all()
+    profiled.run_until(JobState.PROFILING)
+    slow.run_to_plan()
+    assert slow.findings(5, {1: 1.5})
+    jobs = [profiled.machine, slow.machine]
     async with fleet(tmp_path, jobs) as site, browsing(expected=["400"]) as page:
         await page.goto(f"{site.url}/#/jobs/profiled")
         await expect(page.locator("#content .state")).to_have_text("profiling")

@@ -3,11 +3,7 @@
 from typing import Any
 
 import grpc
-import pytest
 
-from perseus.service.api.translate_agents import gpu_error_from_proto
-from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.model import GpuErrorReason
 from perseus.service.shell.agents import MAX_UNMARKED_COUNT
 from perseus.v1 import agent_service_pb2, event_pb2, rank_pb2
 from tests.service.grpc_fakes import Client, FakeAgent
@@ -48,13 +44,6 @@ async def test_each_gpu_error_is_one_event(client: Client) -> None:
     ]
     assert "stage 1" in events[0].message
     assert f"lost: {WHY}" in events[0].message
-
-
-def test_every_reason_of_the_wire_is_known() -> None:
-    wire = set(rank_pb2.GpuErrorReason.values()) - {0}
-    assert {gpu_error_from_proto(gpu_error(0, reason)).reason for reason in wire} == set(GpuErrorReason)
-    with pytest.raises(InvalidFieldError, match=r"gpu_error\.reason"):
-        gpu_error_from_proto(gpu_error(0, rank_pb2.GPU_ERROR_REASON_UNSPECIFIED))
 
 
 async def report(agent: FakeAgent, message: str, stage: int = 0, job_id: str = "job") -> None:

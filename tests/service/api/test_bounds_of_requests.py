@@ -101,8 +101,7 @@ def spoiled(base: Message, path: Path_) -> Iterator[tuple[Any, Any]]:
         yield value, message
 
 
-# --- agents' messages
-# ----------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- agents' messages
 
 
 def output(agent: FakeAgent) -> list[ConnectRequest]:
@@ -189,8 +188,7 @@ async def test_every_number_of_agents_messages_has_bounds(
             assert (await refusal(other.reader))[1] == "INVALID_FIELD"
 
 
-# --- clients' requests
-# ---------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- clients' requests
 
 
 def spec(**changes: Any) -> job_pb2.JobSpec:

@@ -121,6 +121,7 @@ def test_every_state_kind_and_reason_has_its_number_on_the_wire() -> None:
         (model.RankState, rank_pb2.RankState),
         (model.RankLeftReason, rank_pb2.RankLeftReason),
         (model.RefusalReason, rank_pb2.PlanRefusalReason),
+        (model.GpuErrorReason, rank_pb2.GpuErrorReason),
         (Kind, computation_pb2.ComputationKind),
         (ScheduleName, computation_pb2.ScheduleName),
     ]

@@ -47,19 +47,14 @@ def test_a_margin_is_in_the_written_graph() -> None:
     assert solve(again.pipeline, point_count=point_count).points == frontier.points
 
 
-def repeated(part: str) -> tuple[frontier_pb2.GraphProblem, str]:
+@pytest.mark.parametrize("part", ["profiles", "resources", "nodes", "edges"])
+def test_a_part_that_is_there_twice_is_named(part: str) -> None:
     message = example()
     parts = getattr(message, part)
     parts.append(parts[0])
-    return message, f"{part}[{len(parts) - 1}]"
-
-
-@pytest.mark.parametrize("part", ["profiles", "resources", "nodes", "edges"])
-def test_a_part_that_is_there_twice_is_named(part: str) -> None:
-    message, where = repeated(part)
     with pytest.raises(InvalidFieldError, match="again") as caught:
         graph_from_proto(message)
-    assert caught.value.metadata["field"].startswith(where)
+    assert caught.value.metadata["field"].startswith(f"{part}[{len(parts) - 1}]")
 
 
 def test_an_impossible_measurement_is_named_by_its_profile() -> None:

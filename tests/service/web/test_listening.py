@@ -184,8 +184,8 @@ async def test_half_a_request_keeps_nobody_out_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: bytes
 ) -> None:
     monkeypatch.setattr(http_port, "QUIET_S", 60.0)  # until the others are refused
-    hosts = {"http_hosts": "board"}
-    async with site(tmp_path, **hosts) as here, asyncio.timeout(20), aiohttp.ClientSession() as session:
+    known = site(tmp_path, http_hosts="board")
+    async with known as here, asyncio.timeout(20), aiohttp.ClientSession() as session:
         place = host_and_port(here.url.removeprefix("http://"))
         assert place is not None
         with capture_logs() as logs, contextlib.ExitStack() as stack:

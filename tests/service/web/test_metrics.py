@@ -124,8 +124,7 @@ async def test_a_jobs_metrics_agree_with_grpc(tmp_path: Path) -> None:
 
         assert value(samples, "perseus_signal_known", signal="grid") == 0
         assert value(samples, "perseus_signal_failures_total", signal="grid") >= 1
-        straggling = {"job_id": "job", "pipeline": 0, "slowdown_factor": 1.2}
-        job = (await client.ask("ReportStraggler", **straggling)).job
+        job = (await client.ask("ReportStraggler", job_id="job", pipeline=0, slowdown_factor=1.2)).job
         samples = await scrape(here.metrics)
         assert of_job("stragglers", source="reported") == 1
         assert of_job("straggler_seconds") == pytest.approx(1.2 * job.t_min_s + job.iteration_overhead_s)

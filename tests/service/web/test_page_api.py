@@ -38,7 +38,7 @@ async def test_answers_agree_with_grpc(tmp_path: Path) -> None:
         await here.client.register()
         await here.train(job_pb2.JOB_STATE_PLANNED, 4)
 
-        async def same(method: str, **fields: object) -> Any:
+        async def same(method: str, **fields: Any) -> Any:
             reported = await here.client.ask(method, **fields)
             answer = await here.call(method, fields)
             assert answer.status == 200, answer.text

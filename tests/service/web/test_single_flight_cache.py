@@ -67,18 +67,17 @@ async def test_failures_are_not_kept_and_the_oldest_answer_is_dropped() -> None:
 
 
 async def test_simultaneous_scrapes_share_an_answer() -> None:
-    count, now_s = 0, 1e6
+    maker = Maker()
 
-    async def counted() -> Readings:
-        nonlocal count
-        count += 1
+    async def collect() -> Readings:
+        await maker.make()
         return Readings()
 
-    scrape = Scrape(counted, lambda: now_s)
+    scrape = Scrape(collect, lambda: maker.now_s)
     text = await scrape.answer("text/plain")
     assert await scrape.answer("text/plain") is text
     assert "openmetrics" in (await scrape.answer("application/openmetrics-text; version=1.0.0"))[1]
-    assert count == 1
-    now_s += 1.0
+    assert maker.count == 1
+    maker.now_s += 1.0
     await scrape.answer("text/plain")
-    assert count == 2
+    assert maker.count == 2

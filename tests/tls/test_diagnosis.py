@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,9 +77,7 @@ CASES = {
     ),
     "client of another CA": Case(
         mutual,
-        lambda ours, theirs: TlsFiles(
-            *_pair(issue(theirs, "client", is_server=False)), ours.folder / "ca.pem"
-        ),
+        lambda ours, theirs: replace(issue(theirs, "client", is_server=False), ca=ours.folder / "ca.pem"),
         "the coordinator refuses the certificate in tls_certificate, which is signed by theirs: "
         "expected that CA in its tls_client_ca, and clocks that agree",
     ),
@@ -101,10 +100,6 @@ CASES = {
         "the coordinator speaks TLS, but the connection was plaintext: expected tls_ca",
     ),
 }
-
-
-def _pair(files: TlsFiles) -> tuple[Path | None, Path | None]:
-    return files.certificate, files.key
 
 
 @pytest.mark.parametrize("name", CASES)

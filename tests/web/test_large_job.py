@@ -58,7 +58,7 @@ async def test_the_clocks_tried_and_a_detected_straggler_are_shown(tmp_path: Pat
     async with fleet(tmp_path, jobs) as site, browsing(expected=["400"]) as page:
         await page.goto(f"{site.url}/#/jobs/profiled")
         await expect(page.locator("#content .state")).to_have_text("profiling")
-        await expect(page.get_by_text("tried, done within")).to_be_visible()
+        await expect(page.get_by_text("clocks tried")).to_be_visible()
         await page.goto(f"{site.url}/#/jobs/slow")
         target = panel(page, "Frontier").get_by_role("row").filter(has_text="T′, pipeline 1, detected")
         await expect(target).to_be_visible()

@@ -34,6 +34,7 @@ async def test_the_page_becomes_stale_and_live_again(tmp_path: Path) -> None:
             await expect(state).to_have_text("live")
             await expect(figure(page, "ranks")).to_have_text("0 of 4")
             await page.evaluate("window.isTheSamePage = true")
+            await asyncio.to_thread(coordinator.kill)
         await expect(state).to_contain_text("stale since")
         await expect(page.locator("main.stale")).to_be_visible()
         await expect(figure(page, "ranks")).to_have_text("0 of 4")  # old figures stay, and are marked

@@ -223,18 +223,6 @@ async def test_plans_outlast_the_coordinator_where_the_last_plan_is_the_fail_saf
         assert {o.lease_s for o in agent.offers if o.HasField("stage_plan")} == {lease_s}
 
 
-async def test_watchers_get_the_state_of_feeds_and_their_changes(tmp_path: Path) -> None:
-    async with serving(tmp_path, feeds=FEEDS) as (client, power):
-        call = client.ask("WatchFeeds")
-        assert [(await call.read()).feed.feed for _ in range(2)] == ["default", "hall"]
-        await power.set(limit_w=700.0)
-        while not (reported := (await call.read()).feed).HasField("limit_w") or reported.feed != "default":
-            pass
-        assert reported.limit_w == 700.0
-        call.cancel()
-        assert (await refusal(client.ask("WatchFeeds", feed="cellar")))[1] == "FEED_NOT_FOUND"
-
-
 # ---------------------------------------------------------------------- what is drawn
 
 
@@ -303,8 +291,8 @@ async def test_without_a_budget_feeds_are_not_read_and_agents_not_asked(
         assert agent.welcome.power_interval_s == 1.0, "the budget is known"
 
 
-async def test_watchers_of_feeds_see_the_power_without_any_configuration(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (client, _):
+async def test_watchers_of_feeds_see_the_power_without_any_configuration_and_changes(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, power):
         agent = await planned(client)
         call = client.ask("WatchFeeds")
         assert (await call.read()).feed.managed_w > 0
@@ -312,7 +300,12 @@ async def test_watchers_of_feeds_see_the_power_without_any_configuration(tmp_pat
         await agent.send(**reading(agent, 250.0, idle=60.0))
         while not (await call.read()).feed.unmanaged_w:
             pass
+        await power.set(limit_w=700.0)
+        while not (reported := (await call.read()).feed).HasField("limit_w"):
+            pass
+        assert reported.limit_w == 700.0
         call.cancel()
+        assert (await refusal(client.ask("WatchFeeds", feed="cellar")))[1] == "FEED_NOT_FOUND"
 
 
 # ---------------------------------------------------------------------- jobs under a budget

@@ -8,8 +8,6 @@ import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from perseus.service.api.texts import check_texts, holds_text
-from perseus.v1 import job_service_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest
 from tests.service.api.test_bounds_of_requests import output
 from tests.service.grpc_fakes import METHODS, Client, FakeAgent, make_request, refusal, sent
@@ -86,8 +84,3 @@ async def test_an_agents_message_with_such_a_text_is_refused_by_itself(client: C
         await agent.beat()
         (refused,) = agent.refusals
         assert path[-1].name in str(refused), field
-
-
-def test_messages_without_texts_are_not_walked() -> None:
-    assert not holds_text(job_service_pb2.CaughtUp.DESCRIPTOR)
-    check_texts(job_service_pb2.GetJobRequest(job_id="fine"))

@@ -184,9 +184,9 @@ async def test_without_authentication_every_caller_is_anybody(client: Client) ->
 async def test_a_refusal_has_its_reason_and_is_logged_without_the_secret(
     site: Site, secret: str | None, reason: str
 ) -> None:
-    with capture_logs() as logs:
-        for _ in range(2):  # from two ports of one host
-            async with site.as_(secret) as client:
+    async with site.as_(secret) as client:
+        with capture_logs() as logs:
+            for _ in range(2):
                 assert (await refusal(client.ask("ListJobs")))[:2] == (UNAUTHENTICATED, reason)
     (line,) = [each for each in logs if each["event"] == "caller refused"]  # once, not twice
     assert (line["reason"], line["rpc"]) == (reason, "/perseus.v1.JobService/ListJobs")

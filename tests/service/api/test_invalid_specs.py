@@ -18,10 +18,7 @@ from tests.service.grpc_fakes import connected, make_settings, refusal, spec_mes
 
 FORWARD, BACKWARD = computation_pb2.COMPUTATION_KIND_FORWARD, computation_pb2.COMPUTATION_KIND_BACKWARD
 FIXED, NO_KIND = computation_pb2.COMPUTATION_KIND_FIXED, computation_pb2.COMPUTATION_KIND_UNSPECIFIED
-INTERLEAVED = {
-    "name": computation_pb2.SCHEDULE_NAME_INTERLEAVED_ONE_FORWARD_ONE_BACKWARD,
-    "microbatch_count": 4,
-}
+INTERLEAVED = computation_pb2.SCHEDULE_NAME_INTERLEAVED_ONE_FORWARD_ONE_BACKWARD
 FINE = [(FORWARD, 0), (BACKWARD, 0)]
 Counts = Sequence[Sequence[int]]
 

@@ -55,6 +55,9 @@ async def test_a_job_is_profiled_planned_replanned_and_finished(client: Client) 
 
     measured = await client.ask("GetReport", job_id="job")
     assert measured.no_slowdown_time == job.no_slowdown_time
+    assert measured.profiling_cost == job.profiling_cost
+    assert job.profiling_budget.extra_time_s == 360.0
+    assert job.profiling_cost.iteration_count > 0
     periods = measured.periods
     assert periods[0].state == job_pb2.JOB_STATE_BASELINE
     assert periods[-1].state == job_pb2.JOB_STATE_PLANNED

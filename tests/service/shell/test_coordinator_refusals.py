@@ -4,7 +4,6 @@ Numbers beyond their bounds are in `tests/service/api/test_bounds_of_requests.py
 specifications in `test_invalid_specs.py`.
 """
 
-import math
 from typing import Any
 
 import grpc
@@ -16,6 +15,7 @@ from tests.service.grpc_fakes import Client, refusal, spec_message
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
 NOT_YET = grpc.StatusCode.FAILED_PRECONDITION
+STRAGGLER = {"job_id": "job", "slowdown_factor": 1.2}
 EARLIER, LATER = {"seconds": 3600}, {"seconds": 7200}
 
 Fields = dict[str, Any]
@@ -106,6 +106,7 @@ async def test_invalid_fields_are_named(client: Client) -> None:
         ("ListLedgerEntries", {"job_id": "not a job"}, INVALID, "INVALID_JOB_ID"),
         ("ListRanks", {"job_id": "job", "pipeline": 2}, INVALID, "PIPELINE_OUT_OF_RANGE"),
         ("GetTimeline", {"job_id": "job", "pipeline": 9}, INVALID, "PIPELINE_OUT_OF_RANGE"),
+        ("ReportStraggler", STRAGGLER | {"pipeline": 2}, INVALID, "PIPELINE_OUT_OF_RANGE"),
         ("GetTimeline", {"job_id": "job"}, NOT_YET, "TIMELINE_NOT_READY"),
         ("GetFrontier", {"job_id": "job"}, NOT_YET, "JOB_NOT_SOLVED"),
         ("GetPlan", {"job_id": "job", "iteration_time_s": 1}, NOT_YET, "JOB_NOT_SOLVED"),
@@ -118,20 +119,11 @@ async def test_other_invalid_requests_are_refused(
     assert (await refusal(client.ask(method, **fields)))[:2] == (code, reason)
 
 
-async def test_the_straggler_of_no_pipeline_is_refused(client: Client) -> None:
-    await client.register()
-    assert await refusal(client.ask("ReportStraggler", job_id="job", pipeline=2, slowdown_factor=1.2)) == (
-        INVALID,
-        "PIPELINE_OUT_OF_RANGE",
-        {"job_id": "job", "pipeline": "2", "last_pipeline": "1"},
-    )
-
-
 async def test_unsolvable_problems_are_refused(client: Client) -> None:
     spec = spec_message(stages=1, microbatches=2)
     forward, backward = computation_pb2.COMPUTATION_KIND_FORWARD, computation_pb2.COMPUTATION_KIND_BACKWARD
 
-    def measured(kind: int = forward, copies: int = 1, **changes: Any) -> Fields:
+    def measured(kind: int = forward, copies: int = 1, **changes: float) -> Fields:
         measurement = {"clock_mhz": 1000, "time_s": 0.1, "energy_j": 20.0, **changes}
         return {"kind": kind, "measurements": [measurement] * copies}
 
@@ -140,28 +132,13 @@ async def test_unsolvable_problems_are_refused(client: Client) -> None:
     cases: list[tuple[Fields, int, str]] = [
         ({}, 2, "INVALID_FIELD"),
         ({}, 10_001, "INVALID_FIELD"),
-        ({"stage_count": 0}, 0, "INVALID_FIELD"),
-        ({"transfer_lag_s": -1e-3}, 0, "INVALID_FIELD"),
-        ({"transfer_lag_s": math.nan}, 0, "INVALID_FIELD"),
-        ({"transfer_lag_s": 1e308}, 0, "INVALID_FIELD"),
         ({"profiles": [*both, both[0]]}, 0, "INVALID_FIELD"),
         ({"profiles": [measured(copies=1025)]}, 0, "INVALID_FIELD"),
         ({"profiles": both[:1]}, 0, "INVALID_PROFILE"),
+        ({"profiles": [measured(time_s=5e-324)]}, 0, "INVALID_PROFILE"),
+        ({"profiles": [measured(energy_j=5e-324)]}, 0, "INVALID_PROFILE"),
         ({"blocking_power_w": []}, 0, "INVALID_PIPELINE"),
         ({"blocking_power_w": [-1.0]}, 0, "INVALID_PIPELINE"),
-        ({"blocking_power_w": [1e308]}, 0, "INVALID_PIPELINE"),
-        *(
-            ({"profiles": [measured(**figure)]}, 0, "INVALID_PROFILE")
-            for figure in (
-                {"time_s": math.nan},
-                {"time_s": 1e308},
-                {"time_s": 5e-324},
-                {"energy_j": 1e308},
-                {"energy_j": 5e-324},
-                {"time_se_s": 1e308},
-                {"clock_mhz": 2**31 - 1},
-            )
-        ),
     ]
     for changes, point_count, reason in cases:
         problem = frontier_pb2.PipelineProblem(**{**parts, **changes})

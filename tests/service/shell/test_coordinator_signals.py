@@ -25,7 +25,6 @@ from tests.service.grpc_fakes import (
     job_once,
     make_settings,
     planned,
-    spec_message,
     until,
 )
 
@@ -91,6 +90,7 @@ async def test_a_job_is_slow_while_energy_is_dirty_but_not_without_a_signal(tmp_
         assert before_s < job.max_planned_iteration_time_s <= job.signal_target.iteration_time_s
         assert job.signal_target.value_per_kwh == 500.0
         assert job.signal_target.done_count == 4
+        assert job.spec.policy == job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown()), "as registered"
         write(tmp_path / "carbon.csv", CLEAN)
         await following(client, slow=False)
         write(tmp_path / "carbon.csv", DIRTY)
@@ -109,21 +109,6 @@ async def test_a_job_is_slow_while_energy_is_dirty_but_not_without_a_signal(tmp_
         assert not targets[-1].HasField("value_per_kwh")
         await set_policy(client, job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown()))
         assert not (await client.job()).HasField("signal_target")
-
-
-async def test_a_policy_may_be_in_the_specification_and_have_no_signal(client: Client) -> None:
-    end_time = {"seconds": int(time.time()) + 10**7}
-    rule: Any = {"least_cost": {"work_until": {"iteration_count": 10**6, "end_time": end_time}}}
-    spec = spec_message()
-    spec.policy.CopyFrom(job_pb2.OperatingPolicy(**rule))
-    await client.ask("RegisterJob", spec=spec, request_id="r")
-    agent = FakeAgent(client)
-    await agent.join()
-    await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
-    job = await following(client, slow=False, has_signal=False)
-    assert job.policy == job.spec.policy == spec.policy
-    assert job.signal_target.iteration_count == 10**6
-    assert job.signal_target.end_time == spec.policy.least_cost.work_until.end_time
 
 
 async def test_a_restart_keeps_the_window_and_its_progress(tmp_path: Path) -> None:

@@ -50,31 +50,26 @@ async def shown(client: Client, job_id: str) -> list[object]:
     ]
 
 
+@pytest.fixture
+def viewed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The jobs whose whole run was viewed, which takes long."""
+    jobs: list[str] = []
+    view = views.ended
+
+    def counted(run: Run) -> EndedRun:
+        jobs.append(run.spec.job_id)
+        return view(run)
+
+    monkeypatch.setattr(views, "ended", counted)
+    return jobs
+
+
 def refuse(*_: object, **__: object) -> None:
     raise AssertionError("a state machine is made")
 
 
-async def test_the_whole_of_a_run_is_viewed_once_at_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    viewed: list[str] = []
-    view = views.ended
-
-    def counted(run: Run) -> EndedRun:
-        viewed.append(run.spec.job_id)
-        return view(run)
-
-    monkeypatch.setattr(views, "ended", counted)
-    async with connected(make_settings(tmp_path)) as client:
-        agent = await train(client, "ended")
-        await client.finish("ended")
-        await leave(client, agent)
-        await until(have_gone)
-    assert viewed == ["ended"]
-
-
 async def test_an_ended_run_looks_as_before_and_no_machine_is_made_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, viewed: list[str]
 ) -> None:
     settings = make_settings(tmp_path)
     async with connected(settings) as client:
@@ -85,6 +80,7 @@ async def test_an_ended_run_looks_as_before_and_no_machine_is_made_for_it(
         assert len(machines("ended")) == 1, "ranks are served"
         await leave(client, agent)
         await until(have_gone)
+        assert viewed == ["ended"], "once"
         found = await shown(client, "ended")
         assert [rank.state for rank in await client.ranks("ended")] == [rank_pb2.RANK_STATE_LOST] * 4
         assert (found[2], found[4]) == (report, timeline)

@@ -284,13 +284,10 @@ def unused_solvers() -> tuple[WorkerPool, WorkerPool]:
 
 
 @asynccontextmanager
-async def coordinator_without_api(
-    path: Path, rules: Rules, solver: WorkerPool | None = None
-) -> AsyncIterator[Coordinator]:
-    """Run a coordinator on a store; only a given solver solves anything."""
+async def coordinator_without_api(path: Path, rules: Rules) -> AsyncIterator[Coordinator]:
+    """Run a coordinator on a store; it solves nothing."""
     store = await SqlStore.open(path)
-    of_jobs, of_requests = unused_solvers()
-    made = Coordinator(store, solver or of_jobs, of_requests, rules, Retention())
+    made = Coordinator(store, *unused_solvers(), rules, Retention())
     await made.start()
     running = asyncio.create_task(made.run())
     try:

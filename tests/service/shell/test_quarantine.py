@@ -20,7 +20,6 @@ from perseus.cli.main import app
 from perseus.service.api.agent_service import OutboxPort
 from perseus.service.domain.commands import Command, Store
 from perseus.service.domain.errors import CoordinatorError
-from perseus.service.domain.figures import RunFigures
 from perseus.service.domain.inputs import TelemetryArrived
 from perseus.service.domain.model import FaultyPart
 from perseus.service.job import views
@@ -66,8 +65,11 @@ def break_at(
 
 
 break_machine = break_at(JobMachine, "_take_telemetry", lambda machine, *_: machine.spec.job_id)
+break_joining = break_at(JobMachine, "handle", lambda machine, *_: machine.spec.job_id)
+break_deadline = break_at(Run, "next_deadline_s", lambda run: run.spec.job_id)
 break_view = break_at(views, "job", lambda run: run.spec.job_id)
 break_action = break_at(OutboxPort, "accept_rank", lambda port, job_id, *_: job_id, is_half_way=False)
+break_offer = break_at(OutboxPort, "offer", lambda port, job_id, *_: job_id, is_half_way=False)
 
 
 def break_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,28 +86,11 @@ def break_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JobMachine, "handle_telemetry", failing)
 
 
-async def test_a_job_that_cannot_be_serialised_hides_no_other(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await client.register()
-    await client.register(job_id="other")
-    figures = views.figures
-
-    def none_at_all(run: Run) -> RunFigures:
-        wrong = replace(figures(run), predicted_time_s="none")  # type: ignore[arg-type]
-        return wrong if run.spec.job_id == "job" else figures(run)
-
-    monkeypatch.setattr(views, "figures", none_at_all)
-    listed = (await client.ask("ListJobs")).jobs
-    assert [each.job_id for each in listed] == ["job", "other"]
-    assert FaultyPart.VIEW.value in listed[0].state_reason
-
-
 def break_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     solve = WorkerPool.solve
 
     async def failing(self: WorkerPool, problem: Pipeline, point_count: int, **options: Any) -> Frontier:
-        if len(problem.schedule.orders[0]) == 2 * 3:
+        if options["job_id"] == "job":
             raise BrokenError("no answer")
         return await solve(self, problem, point_count, **options)
 
@@ -127,8 +112,11 @@ async def trigger(client: Client, agent: FakeAgent) -> None:
     ("part", "breaking"),
     [
         (FaultyPart.MACHINE, break_machine),
+        (FaultyPart.MACHINE, break_joining),
+        (FaultyPart.MACHINE, break_deadline),
         (FaultyPart.VIEW, break_view),
         (FaultyPart.ACTION, break_action),
+        (FaultyPart.ACTION, break_offer),
         (FaultyPart.STORING, break_record),
         (FaultyPart.SOLVING, break_solver),
     ],
@@ -142,7 +130,10 @@ async def test_a_fault_quarantines_its_job_until_it_is_resumed(
         connected_to(address) as client,
     ):
         await client.register()
-        await client.register(job_id="other", microbatches=4)
+        await client.register(job_id="other")
+        quiet = FakeAgent(client, "quiet", job_id="other")
+        quiet.gpu_suffix = "-other"
+        await quiet.join()
         both = FakeAgent(client, "both")
         await both.hello()
         with monkeypatch.context() as patched, capture_logs() as logs:
@@ -164,9 +155,12 @@ async def test_a_fault_quarantines_its_job_until_it_is_resumed(
             assert type(lines[0]["exc_info"]).__name__ == error
             assert [each.job_id for each in (await client.ask("ListJobs")).jobs] == ["job", "other"]
             assert not both.reader.done(), "the agent's stream continues"
+            await quiet.iterate(4)
             straggler = client.ask("ReportStraggler", job_id="job", pipeline=0, slowdown_factor=2)
             assert (await refusal(straggler))[1] == "JOB_QUARANTINED"
         assert not background.done()
+        assert (quiet.refusals, len(quiet.accepted)) == ([], 4), "the other job's agent notices nothing"
+        assert {rank.iteration for rank in await client.ranks("other")} == {3}
 
         # Once the cause is gone, it resumes from what is stored; the agents join again on their own.
         await asyncio.gather(*(client.ask("ResumeJob", job_id="job") for _ in range(3)))

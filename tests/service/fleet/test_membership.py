@@ -1,9 +1,8 @@
 """The state machine of a fleet's member: exact commands, and a model of whole fleets.
 
-The model has members, their database and an agent, in any interleaving, each fault on request. The
-database's transactions are what PostgreSQL promises: a renewal changes its row some time before it commits, a
-write locks its slot's row from its first statement to its commit, and whoever needs a locked row has to try
-again. Hosts' clocks are hours apart, and run at different rates.
+The model has members and their database, in any interleaving. A renewal changes its row some time before it
+commits, as with PostgreSQL. What fences writes is tested with the store. Hosts' clocks are hours apart, and
+run at different rates.
 """
 
 from collections import deque
@@ -11,7 +10,7 @@ from copy import copy
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -19,7 +18,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from perseus.service.domain.members import Member, Slot
@@ -146,41 +144,14 @@ SLOT_COUNT = 2
 MEMBER_COUNT = 3
 
 
-@dataclass(frozen=True)
-class Faults:
-    """What is broken on purpose.
-
-    Attributes:
-        is_unfenced: writes don't check the lease epoch.
-        is_deaf: members go on serving after their leases.
-        is_trusting: the agent accepts any lease epoch.
-    """
-
-    is_unfenced: bool = False
-    is_deaf: bool = False
-    is_trusting: bool = False
-
-
-@dataclass
-class Transaction:
-    """An open transaction that has checked and locked a slot."""
-
-    number: int
-    lease_epoch: int
-    version: int
-
-
 class Database:
-    """Rows, and the transactions that are open; its clock is the model's time."""
+    """Rows, and the renewals that are open; its clock is the model's time."""
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self) -> None:
         self.now_s = 0.0
         self.expiries_s: dict[str, float] = {}
         self.renewing: dict[str, float] = {}  # by member: the expiry that is not committed yet
         self.slots = [Slot(number, "", 0) for number in range(SLOT_COUNT)]
-        self.versions = [0] * SLOT_COUNT
-        self.writing: dict[str, Transaction] = {}
-        self._faults = faults
 
     def begin_renewal(self, member_id: str) -> bool:
         """Change the row of a member whose lease has not expired."""
@@ -201,38 +172,15 @@ class Database:
             if expiry_s <= self.now_s and each not in self.renewing:
                 del self.expiries_s[each]
 
-    def _is_locked(self, number: int) -> bool:
-        return any(each.number == number for each in self.writing.values())
-
     def take(self, member_id: str, number: int, lease_epoch: int) -> int | None:
         """Take a slot as `Take` says; return the new lease epoch."""
         slot = self.slots[number]
         is_free = slot.holder == member_id or slot.holder not in self.expiries_s
         is_valid = self.expiries_s.get(member_id, self.now_s) > self.now_s
-        if slot.holder not in self.expiries_s:
-            self.writing.pop(slot.holder, None)
-        if self._is_locked(number) or slot.lease_epoch != lease_epoch or not (is_free and is_valid):
+        if slot.lease_epoch != lease_epoch or not (is_free and is_valid):
             return None
         self.slots[number] = Slot(number, member_id, lease_epoch + 1)
         return lease_epoch + 1
-
-    def begin_write(self, member_id: str, number: int, lease_epoch: int, version: int) -> None:
-        """Check and lock a slot's row, for a write of its next version."""
-        is_ours = self.slots[number] == (number, member_id, lease_epoch)
-        if is_ours or self._faults.is_unfenced:
-            self.writing[member_id] = Transaction(number, lease_epoch, version)
-
-    def commit_write(self, member_id: str) -> Transaction | None:
-        """Commit what a member has begun; return None if the server has ended it."""
-        done = self.writing.pop(member_id, None)
-        if done is not None:
-            slot = self.slots[done.number]
-            assert (slot.holder, slot.lease_epoch) == (member_id, done.lease_epoch), (
-                f"{member_id} writes slot {done.number} under lease epoch {done.lease_epoch}, after {slot}"
-            )
-            assert done.version > self.versions[done.number], f"version {done.version} twice"
-            self.versions[done.number] = done.version
-        return done
 
 
 @dataclass
@@ -247,23 +195,18 @@ class Host:
     # (when it was sent on its own clock, what); the first may be half done by the database.
     requests: deque[tuple[float, Command]] = field(default_factory=deque)
     answer: Event | None = None
-    served: dict[int, tuple[int, int]] = field(default_factory=dict)  # by slot: lease epoch, version
-    offers: deque[tuple[int, int]] = field(default_factory=deque)  # slot, lease epoch
+    served: set[int] = field(default_factory=set)  # slots
 
     def clock_s(self, now_s: float) -> float:
         return self.offset_s + self.rate * now_s
 
 
 class Fleet(RuleBasedStateMachine):
-    """Members, a database and an agent; `faults` are planted by subclasses."""
-
-    faults = Faults()
+    """Members and a database."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.database = Database(self.faults)
-        self.accepted = [0] * SLOT_COUNT
-        """By slot, the highest lease epoch that the agent has accepted."""
+        self.database = Database()
         self.hosts: list[Host] = []
         self.start_count = 0
 
@@ -291,18 +234,16 @@ class Fleet(RuleBasedStateMachine):
         clock_s = host.clock_s(self.database.now_s)
         for command in host.machine.handle(event, clock_s):
             match command:
-                case Serve(number, lease_epoch):
-                    host.served[number] = lease_epoch, self.database.versions[number]
+                case Serve(number, _):
+                    host.served.add(number)
                 case Stop():
-                    if not self.faults.is_deaf:
-                        host.served.clear()
+                    host.served.clear()
                 case _:
                     host.requests.append((clock_s, command))
 
     # ------------------------------------------------------------------ what may happen
 
     index = st.integers(0, MEMBER_COUNT - 1)
-    number = st.integers(0, SLOT_COUNT - 1)
 
     @rule(share=st.sampled_from([0.02, 0.11, 0.3, 0.6, 1.1]))
     def advance(self, share: float) -> None:
@@ -370,45 +311,7 @@ class Fleet(RuleBasedStateMachine):
             self.advance(1 / RENEWALS_PER_LEASE)
             for other in range(MEMBER_COUNT):
                 self.settle(other)
-                if not self.hosts[other].is_frozen:
-                    self.write(other)
-                    self.offer(other)
         self.hosts[index].is_frozen = False
-
-    @rule(index=index, number=number)
-    def begin_write(self, index: int, number: int) -> None:
-        """What was decided in time may reach the database late: no deadline is checked here."""
-        host = self.hosts[index]
-        if not host.is_frozen and number in host.served and host.member_id not in self.database.writing:
-            lease_epoch, version = host.served[number]
-            self.database.begin_write(host.member_id, number, lease_epoch, version + 1)
-
-    @rule(index=index)
-    def commit_write(self, index: int) -> None:
-        """A member commits, and then offers what it has written."""
-        host = self.hosts[index]
-        if host.is_frozen or (done := self.database.commit_write(host.member_id)) is None:
-            return
-        if done.number in host.served:
-            host.served[done.number] = done.lease_epoch, done.version
-        host.offers.append((done.number, done.lease_epoch))
-
-    @rule(index=index)
-    def write(self, index: int) -> None:
-        """A member writes for all its slots, and nothing comes between."""
-        for number in list(self.hosts[index].served):
-            self.begin_write(index, number)
-            self.commit_write(index)
-
-    @rule(index=index)
-    def offer(self, index: int) -> None:
-        """An offer reaches the agent, which accepts it or not."""
-        if not self.hosts[index].offers:
-            return
-        number, lease_epoch = self.hosts[index].offers.popleft()
-        if lease_epoch >= self.accepted[number] or self.faults.is_trusting:
-            assert lease_epoch >= self.accepted[number], f"{lease_epoch} after {self.accepted[number]}"
-            self.accepted[number] = lease_epoch
 
     @precondition(lambda self: self.start_count < 12)
     @rule(index=index, is_orderly=st.booleans())
@@ -418,10 +321,8 @@ class Fleet(RuleBasedStateMachine):
         if is_orderly:
             if not host.machine.has_ended and not host.is_frozen:
                 host.served.clear()
-                self.database.writing.pop(host.member_id, None)
                 self._handle(host, LeaveRequested())
             return
-        self.database.writing.pop(host.member_id, None)
         self.database.renewing.pop(host.member_id, None)
         self.hosts[index] = self._start(host.offset_s, host.rate)
 
@@ -434,15 +335,14 @@ class Fleet(RuleBasedStateMachine):
             holders = [
                 host.member_id
                 for host in self.hosts
-                if number in host.served
-                and (self.faults.is_deaf or _serves_on(host.machine, host.clock_s(now_s)))
+                if number in host.served and _serves_on(host.machine, host.clock_s(now_s))
             ]
             assert len(holders) <= 1, f"slot {number} is held by {holders}"
-        assert all(len(host.served) <= 1 for host in self.hosts) or self.faults.is_deaf
+        assert all(len(host.served) <= 1 for host in self.hosts)
 
     def teardown(self) -> None:
         """When nothing goes wrong any more, every slot gets a holder, and each a slot of its own."""
-        if not self.hosts or self.faults != Faults():
+        if not self.hosts:
             return
         for _ in range(8 * RENEWALS_PER_LEASE):
             for index, host in enumerate(self.hosts):
@@ -450,7 +350,6 @@ class Fleet(RuleBasedStateMachine):
                     self.freeze_or_wake(index)
                 if host.machine.has_ended and not host.requests:
                     self.hosts[index] = self._start(host.offset_s, host.rate)
-                self.commit_write(index)
                 self.settle(index)
                 self.one_holder()
             self.advance(1 / RENEWALS_PER_LEASE)
@@ -466,26 +365,3 @@ def _serves_on(machine: Membership, now_s: float) -> bool:
 
 TestFleet = pytest.mark.slow("thousands of interleavings")(Fleet.TestCase)
 TestFleet.settings = settings(Fleet.TestCase.settings, max_examples=400, stateful_step_count=80)
-
-
-@pytest.mark.slow("searches until it finds the fault")
-@pytest.mark.parametrize(
-    ("faults", "found"),
-    [
-        (Faults(is_deaf=True), "is held by"),
-        (Faults(is_unfenced=True), "writes slot"),
-        (Faults(is_trusting=True), "after"),
-    ],
-)
-def test_the_model_finds_planted_faults(faults: Faults, found: str) -> None:
-    faulty = type("Faulty", (Fleet,), {"faults": faults})
-    search = settings(
-        max_examples=5_000,
-        stateful_step_count=60,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    with pytest.raises(AssertionError, match=found):
-        run_state_machine_as_test(faulty, settings=search)

@@ -1,6 +1,7 @@
 """Work on a real Dask cluster whose workers, scheduler and clients die; a pool whose cluster goes away."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,17 +12,24 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import structlog.testing
 from dask import config
+from pydantic import ValidationError
 
 from perseus.service.domain.errors import SolverCrashedError, SolverTimeoutError
+from perseus.service.domain.messages import problem_to_proto
+from perseus.service.server import running
 from perseus.service.solving import dask_cluster
 from perseus.service.solving.dask_cluster import ClusterLostError, DaskCluster, _check_versions
 from perseus.service.solving.work import solve_explaining
+from perseus.service.solving.worker import Worker, WorkerDiedError
 from perseus.service.solving.worker_pool import BATCH, JOBS, REQUESTS, WorkerPool
 from perseus.solver import SolverError
+from perseus.v1.frontier_service_pb2 import SolveRequest
 from tests.processes import is_gone
+from tests.service.grpc_fakes import connected_to, make_settings
 from tests.service.solving.dask_processes import ROOT, DaskProcesses, dask_processes
 from tests.service.solving.problems import make_problem, until
 from tests.service.solving.test_worker_pool import ScriptedWorker
@@ -318,3 +326,40 @@ async def test_a_client_that_cannot_start_is_said_in_one_line_and_tried_again_ev
     assert (entry["address"], entry["cause"]) == ("tls://127.0.0.1:1", cluster.trouble)
     assert delays_s == [2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0]
     assert cluster.thread_count == 0
+
+
+# ------------------------------------------------------------------------- a coordinator
+
+
+class NoWorker(Worker):
+    """A worker whose process never starts."""
+
+    def start(self) -> None:
+        pass
+
+    async def ready(self) -> None:
+        raise WorkerDiedError("never starts", is_of_its_work=False)
+
+
+@slow
+async def test_a_coordinators_settings_lead_requests_to_the_cluster(tmp_path: Path) -> None:
+    request = SolveRequest(problem=problem_to_proto(make_problem()), point_count=3)
+    with dask_processes(tmp_path, 1) as dask:
+        settings = make_settings(tmp_path, dask=dask.address, dask_insecure=True)
+        async with running(settings, new_worker=NoWorker) as (address, _), connected_to(address) as client:
+            answer = None
+            while answer is None:
+                # There is no process, and at first no cluster: that one answers.
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    answer = await client.frontiers.Solve(request, timeout=100)
+    assert len(answer.frontier.points) == 3
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [("tcp://127.0.0.1:8786", "expected tls://, or dask_insecure"), ("x:8786", "expected tls://HOST:PORT")],
+)
+def test_a_cluster_in_plaintext_must_be_asked_for(tmp_path: Path, address: str, expected: str) -> None:
+    with pytest.raises(ValidationError, match=expected):
+        make_settings(tmp_path, dask=address)
+    assert make_settings(tmp_path, dask="tls://host:8786").dask == "tls://host:8786"

@@ -24,12 +24,6 @@ def test_equal_jobs_take_turns() -> None:
     assert served(FairQueue(), {"a": 1.0, "b": 1.0, "c": 1.0}, 6) == ["a", "b", "c", "a", "b", "c"]
 
 
-def test_a_heavy_job_waits_until_the_others_have_had_as_much_time() -> None:
-    order = served(FairQueue(), {"heavy": 10.0, "light": 1.0}, 23)
-    assert order[:2] == ["heavy", "light"]
-    assert order.count("heavy") == 3
-
-
 def test_an_idle_job_saves_up_no_credit() -> None:
     queue = FairQueue()
     served(queue, {"a": 5.0, "b": 5.0}, 20)

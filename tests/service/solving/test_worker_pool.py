@@ -1,8 +1,6 @@
 """The pool under both policies, with workers that answer, die or wait as a test wants."""
 
 import asyncio
-import os
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -214,24 +212,6 @@ async def test_a_problem_whose_worker_dies_is_solved_again(jobs: WorkerPool, wor
     assert [(count, delay_s) for _, count, delay_s in retries] == [(1, 0.0)] * 3
     assert "SIGKILL" in retries[0][0]
     assert (jobs.solved.count, jobs.failure_count, jobs.crash_count) == (3, 0, 3)
-
-
-@pytest.mark.slow("a solver's process starts twice")
-async def test_a_problem_whose_process_is_killed_is_solved_again() -> None:
-    jobs, retries = WorkerPool(JOBS, 1, 600.0, draw=lambda: 0.0), Retries()
-    (worker,) = jobs._workers
-    await worker.ready()
-    process_id = worker.process_id
-    assert process_id is not None
-    os.kill(process_id, signal.SIGSTOP)  # so that it does not solve it before
-    task = solving(jobs, "job", PROBLEMS[0], retries)
-    await until(lambda: jobs.busy_count == 1)
-    os.kill(process_id, signal.SIGKILL)
-    try:
-        assert (await task).points == solve(PROBLEMS[0], point_count=POINT_COUNT).points
-    finally:
-        jobs.close()
-    assert [count for _, count, _ in retries] == [1]
 
 
 async def test_only_a_problem_that_kills_every_worker_is_given_up(worker: ScriptedWorker) -> None:

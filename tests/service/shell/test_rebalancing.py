@@ -1,7 +1,6 @@
 """What moving layers would bring a job: computed once for its frontier, if somebody knows its layers."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -61,19 +60,9 @@ async def test_advice_is_computed_once_for_the_registered_layers(
         assert [*other.present.layer_counts] == [5, 5]
         assert rebalanced == [[4, 6], [5, 5]]
 
-        def run(*arguments: str) -> str:
-            flags = ["--coordinator", address, "--insecure"]
-            result = CliRunner().invoke(app, ["jobs", *arguments, *flags], env={"COLUMNS": "200"})
-            assert result.exit_code == 0, result.output
-            return result.output
-
-        shown = await asyncio.to_thread(run, "show", "job")
-        assert "moving layers" in shown
-        table = await asyncio.to_thread(run, "rebalancing", "job", "--layers", "4,6")
-        assert "4,6" in table
-        assert "layers are equal" in table
-        document = json.loads(await asyncio.to_thread(run, "rebalancing", "job", "--format", "json"))
-        assert document["present"]["layer_counts"] == [4, 6]
+        show = ["jobs", "show", "job", "--coordinator", address, "--insecure"]
+        shown = await asyncio.to_thread(CliRunner().invoke, app, show, env={"COLUMNS": "200"})
+        assert "moving layers" in shown.output
 
 
 @pytest.mark.slow("plans a job")

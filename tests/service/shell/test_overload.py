@@ -1,9 +1,7 @@
 """Overload, faults of the store and pauses of the process, from outside: over real gRPC."""
 
 import asyncio
-import statistics
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +12,19 @@ from structlog.testing import capture_logs
 
 from perseus.agent.stream.call import Call
 from perseus.service import server
-from perseus.service.api import outbox
 from perseus.service.shell import coordinator
 from perseus.service.shell import writer as writers
 from perseus.service.shell.job_clock import TOLERANCE_S
 from perseus.service.shell.writer import Writer
-from perseus.v1 import job_pb2, rank_pb2
+from perseus.v1 import rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest
 from tests.service.grpc_fakes import (
-    ALL_PLACES,
     TIMEOUT_S,
-    Client,
     connected,
     connected_to,
     error_of,
     joined,
     make_settings,
-    refusal,
     running_here,
     sent,
     until,
@@ -72,33 +66,9 @@ async def test_one_stream_stays_of_thirty_simultaneous_hellos_of_one_instance(tm
         assert len(reasons) == len(calls) - 1
 
 
-# A client that buffers no more than this for a reader who doesn't read.
-SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16))
-
-
 async def read_to_the_end(call: Call) -> None:
     while await call.read() is not None:
         pass
-
-
-async def test_the_stream_of_an_agent_that_never_reads_is_ended_with_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(outbox, "BYTES_LIMIT", 2**13)
-    async with (
-        running_here(make_settings(tmp_path)) as (address, _),
-        grpc.aio.insecure_channel(address, options=SMALL_WINDOW) as channel,
-    ):
-        call = Call(Client(channel).agents.Connect())
-        await call.write(hello("agent"))
-        unknown = sent(rank_joined={"job_id": "X" * 256, "rank": {}})
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
-            for _ in range(3000):
-                async with asyncio.timeout(5):  # messages are read no faster than the rate limit
-                    await call.write(unknown)
-        # Messages already on their way come before the status.
-        code, reason, _ = await refusal(asyncio.wait_for(read_to_the_end(call), TIMEOUT_S))
-        assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "READER_TOO_SLOW")
 
 
 class Clock:
@@ -126,31 +96,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     for module in (coordinator, writers):
         monkeypatch.setattr(module, "time", clock)
     return clock
-
-
-async def test_a_process_stopped_for_longer_than_the_lease_loses_no_rank(
-    tmp_path: Path, clock: Clock
-) -> None:
-    lease_s = 0.5
-    async with connected(make_settings(tmp_path, lease_s=lease_s)) as client:
-        agent = await joined(client)
-        await agent.iterate()
-        clock.now_s += 1.4 * lease_s  # to a process that is stopped all time passes at once
-        assert await client.rank_states() == CONNECTED
-        await clock.go_on()  # the following ticks must not let a lease expire either
-        await agent.send(heartbeat={})
-        await agent.iterate()
-        assert not agent.reader.done()
-        assert await client.rank_states() == CONNECTED
-        assert (await client.job()).state != job_pb2.JOB_STATE_WAITING
-        # A lease that nobody renews still runs out.
-        await agent.end()
-
-        async def are_lost() -> bool:
-            await clock.go_on()
-            return await client.rank_states() == {rank_pb2.RANK_STATE_LOST}
-
-        await until(are_lost)
 
 
 async def _health(address: str) -> object:
@@ -277,59 +222,3 @@ async def test_an_agent_whose_messages_wait_for_longer_than_the_lease_loses_no_r
         await agent.iterate()
         assert await client.rank_states() == CONNECTED
         flood.cancel()
-
-
-class Flood:
-    """An agent that sends so many messages at a time, over and over, and counts the answers."""
-
-    AHEAD = 100
-
-    def __init__(self, client: Client, instance_id: str) -> None:
-        self.call = Call(client.agents.Connect())
-        self.instance_id = instance_id
-        self.answer_count = 0
-        self.room = asyncio.Semaphore(self.AHEAD)
-
-    async def run(self) -> None:
-        await self.call.write(hello(self.instance_id))
-        await self.call.read()
-        reading = asyncio.create_task(self.read())
-        unknown = sent(rank_left={"job_id": "nobody", "rank": {}})
-        try:
-            while True:
-                await self.room.acquire()
-                await self.call.write(unknown)
-        finally:
-            reading.cancel()
-            self.call.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-
-    async def read(self) -> None:
-        while await self.call.read() is not None:
-            self.answer_count += 1
-            self.room.release()
-
-
-async def test_a_flood_of_one_job_delays_only_itself(tmp_path: Path) -> None:
-    async with connected(make_settings(tmp_path, limit_stream_messages_per_s=1e6)) as client:
-        quiet = await joined(client, "quiet", ALL_PLACES[:1])
-        floods = [Flood(client, f"flood-{number}") for number in range(4)]
-        flooding = [asyncio.create_task(flood.run()) for flood in floods]
-
-        def answer_count() -> int:
-            return sum(flood.answer_count for flood in floods)
-
-        async def is_flooded() -> bool:
-            return all(flood.answer_count > flood.AHEAD for flood in floods)
-
-        await until(is_flooded)
-        waits = []
-        for _ in range(10):
-            before = answer_count()
-            await quiet.iterate()
-            waits.append(answer_count() - before)
-        for task in flooding:
-            task.cancel()
-        await asyncio.gather(*flooding, return_exceptions=True)
-        # A flood's messages wait for all of its earlier messages.
-        assert statistics.median(waits) < len(floods) * Flood.AHEAD

@@ -50,17 +50,6 @@ async def test_invalid_ranks_are_refused_and_the_stream_continues(client: Client
     assert agent.refused[0].rank.stage == 2
 
 
-async def test_another_agent_cannot_claim_a_served_rank(client: Client) -> None:
-    agent = await joined(client, places=FIRST)
-    other = FakeAgent(client, "other", FIRST)
-    await other.join()
-    (refused,) = other.refused
-    assert refused.reason == "RANK_ALREADY_SERVED"
-    assert refused.metadata["instance_id"] == "agent"
-    assert 0 < refused.lease_left_s <= agent.welcome.lease_s
-    assert (await client.ranks())[0].state == rank_pb2.RANK_STATE_CONNECTED
-
-
 async def test_a_newer_stream_of_the_same_agent_replaces_the_older(client: Client) -> None:
     agent = await joined(client)
     newer = FakeAgent(client)

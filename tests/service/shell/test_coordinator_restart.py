@@ -1,7 +1,6 @@
 """A coordinator that is killed and started again continues where it was."""
 
 import asyncio
-import os
 import signal
 import socket
 from pathlib import Path
@@ -9,11 +8,12 @@ from pathlib import Path
 import grpc
 import pytest
 
+from perseus.demo.processes import Coordinator, entries
 from perseus.service.domain.errors import AddressUnavailableError, StartupError
 from perseus.service.signal_settings import SignalSettings
 from perseus.v1 import job_pb2, rank_pb2
 from tests.ports import free_port
-from tests.service.coordinator_process import Process
+from tests.processes import is_gone
 from tests.service.grpc_fakes import (
     ALL_PLACES,
     TIMEOUT_S,
@@ -126,26 +126,31 @@ async def test_a_failed_first_start_leaves_no_file_behind(tmp_path: Path) -> Non
 
 @pytest.mark.slow("a real coordinator is killed and started again, with its solver's processes")
 async def test_a_killed_process_loses_nothing_and_sigterm_ends_gracefully(tmp_path: Path) -> None:
-    coordinator = Process(tmp_path)
-    async with grpc.aio.insecure_channel(await coordinator.start()) as channel:
+    flags = ("--baseline-iterations=2", "--profile-iterations=2", "--shutdown-grace-s=0.5")
+    coordinator = Coordinator(tmp_path, tmp_path / "perseus.db", *flags)
+
+    async def stop(number: signal.Signals) -> int:
+        coordinator.signal(number)
+        return await asyncio.to_thread(coordinator.wait)
+
+    async with grpc.aio.insecure_channel(await asyncio.to_thread(coordinator.start)) as channel:
         client = Client(channel)
         agent = await joined(client)
         await agent.iterate_until(client, job_pb2.JOB_STATE_PROFILING)
         await agent.iterate(8)
         before = await client.job()
         assert before.profiled_clock_count > 1
-        workers = _children(coordinator.process.pid)
+        workers = children(coordinator.pid)
         assert workers
-        code, _ = await coordinator.stop(signal.SIGKILL)
-        assert code == -signal.SIGKILL
+        assert await stop(signal.SIGKILL) == -signal.SIGKILL
         await agent.end()
 
         async def have_ended() -> bool:
-            return not any(_is_running(pid) for pid in workers)
+            return all(map(is_gone, workers))
 
         await until(have_ended)
 
-    async with grpc.aio.insecure_channel(await coordinator.start()) as channel:
+    async with grpc.aio.insecure_channel(await asyncio.to_thread(coordinator.start)) as channel:
         client = Client(channel)
         after = await client.job()
         assert (after.epoch, after.profiled_clock_count) == (before.epoch, before.profiled_clock_count)
@@ -159,30 +164,15 @@ async def test_a_killed_process_loses_nothing_and_sigterm_ends_gracefully(tmp_pa
         assert versions == sorted(versions)
         assert versions[-1] > highest
 
-        code, events = await coordinator.stop(signal.SIGTERM)
-        assert code == 0
+        assert await stop(signal.SIGTERM) == 0
+        events = [entry["event"] for entry in entries(coordinator.log)]
         # The end of its agents' streams is still stored and logged.
         assert [event for event in events if event != "job event"][-2:] == ["stopping", "stopped"]
-        assert events[-1] == "stopped"
         assert agent.received[-1].HasField("drain")
         await asyncio.wait_for(agent.reader, TIMEOUT_S)
 
 
-def _children(pid: int) -> list[int]:
-    return [
-        child
-        for child in map(int, filter(str.isdigit, os.listdir("/proc")))
-        if _stat(child)[1:2] == [str(pid)]
-    ]
-
-
-def _is_running(pid: int) -> bool:
-    return _stat(pid)[:1] not in ([], ["Z"])
-
-
-def _stat(pid: int) -> list[str]:
-    """Return state, parent and so on of a process; nothing if it doesn't exist."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+def children(pid: int) -> list[int]:
+    """Return the processes that any thread of a process has started."""
+    of_threads = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for each in of_threads for child in each.read_text().split()]

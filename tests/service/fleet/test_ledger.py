@@ -22,7 +22,7 @@ from perseus.service.domain.ledger import (
 from perseus.service.domain.measured import JobIteration, Period
 from perseus.service.domain.model import JobState
 from perseus.service.domain.statement import J_PER_KWH, Account
-from perseus.service.fleet.ledger import constant, priced, statement
+from perseus.service.fleet.ledger import priced, statement
 from perseus.service.job.iterations.energy_meter import EnergyMeter
 
 RATES = Rates(0.25, 400.0)
@@ -162,15 +162,7 @@ def test_the_statement_of_an_empty_ledger_is_empty() -> None:
 
 
 def test_an_hour_has_the_rates_of_its_beginning() -> None:
-    asked: list[float] = []
-
-    def rates_at(time_s: float) -> Rates:
-        asked.append(time_s)
-        return Rates(time_s)
-
-    assert priced(EnergyHour(3, None), rates_at).rates == Rates(3 * HOUR_S)
-    assert asked == [3 * HOUR_S]
-    assert constant(RATES)(0.0) is RATES
+    assert priced(EnergyHour(3, None), Rates).rates == Rates(3 * HOUR_S)
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=6), st.floats(0.0, 1e3), st.floats(1.0, 1e4))

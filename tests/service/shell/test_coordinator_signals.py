@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
 from structlog.testing import capture_logs
 
 from perseus.service.domain.ledger import Rates
@@ -33,6 +34,12 @@ DIRTY, CLEAN = (500.0, 500.0, *[100.0] * 30), (100.0, 100.0, *[500.0] * 30)
 
 LEAST_CARBON = job_pb2.OperatingPolicy(
     least_carbon=job_pb2.LeastSignal(extra_time=job_pb2.ExtraTime(percent=10, horizon_s=86_400))
+)
+
+UNTIL = job_pb2.OperatingPolicy(
+    least_cost=job_pb2.LeastSignal(
+        work_until=job_pb2.WorkUntil(iteration_count=10**6, end_time=Timestamp(seconds=10**10))
+    )
 )
 
 
@@ -107,6 +114,9 @@ async def test_a_job_is_slow_while_energy_is_dirty_but_not_without_a_signal(tmp_
         assert [target.HasField("iteration_time_s") for target in targets] == [True, False, True, False]
         assert targets[-1].state == job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL
         assert not targets[-1].HasField("value_per_kwh")
+        await set_policy(client, UNTIL)
+        until_then = await job_once(client, lambda job: job.signal_target.iteration_count == 10**6)
+        assert until_then.signal_target.end_time.seconds == 10**10
         await set_policy(client, job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown()))
         assert not (await client.job()).HasField("signal_target")
 

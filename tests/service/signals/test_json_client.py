@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -79,13 +78,3 @@ async def test_a_silent_server_is_not_waited_for() -> None:
     with pytest.raises(SourceError, match="expected an answer, found: "):
         await client.get("/x")
     await client.close()
-
-
-async def test_a_request_arrives_with_its_headers() -> None:
-    found: dict[str, Any] = {"value": 1}
-    async with serving({"/x": found}) as server:
-        client = JsonClient(server.url, {"auth-token": KEY})
-        assert await client.get("/x", {"zone": "DE"}) == found
-        await client.close()
-    assert server.asked == [("/x", {"zone": "DE"})]
-    assert server.headers[0]["auth-token"] == KEY

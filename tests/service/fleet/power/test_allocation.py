@@ -209,13 +209,6 @@ def test_a_paused_job_still_draws_its_idle_power() -> None:
     assert allocate(some, {"a": 150}).to_pause == ("stops",)
 
 
-def test_a_job_without_plans_counts_as_measured() -> None:
-    some = [line("x", 100), JobDemand("stock", measured_w={"a": 70.0})]
-    allocation = allocate(some, {"a": 150})
-    assert speeds(allocation) == {"x": 0.9}
-    assert allocation.power_w["a"] == pytest.approx(150)
-
-
 def test_a_feed_without_a_limit_is_unlimited() -> None:
     point = PowerPoint(1.0, 1.0, {"a": 100.0, "b": 40.0})
     assert allocate([JobDemand("x", (point,))], {"a": 200}).power_w == {"a": 100.0, "b": 40.0}

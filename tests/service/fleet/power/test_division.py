@@ -222,11 +222,12 @@ def test_a_feed_is_divided_anew_after_its_budgets() -> None:
     [
         (KnownSlot(SlotPower(0, {}, {FEED: drawing(500.0)}), True, True), {}),
         (KnownSlot(None, is_served=True), {}),
+        (KnownSlot(SlotPower(0, {FEED: line(300, 600)}, {}), is_served=True), {}),
         (KnownSlot(SlotPower(0, {}, {}), True, True), {FEED: (1.0, 0.0)}),
     ],
-    ids=["one that has not seen the limit is waited for", "so is a new one", "one that knows no such feed"],
+    ids=["has not seen the limit", "has just begun", "has just taken over", "knows no such feed"],
 )
-def test_a_coordinator_without_a_curve_has_no_share_and_may_be_waited_for(
+def test_a_coordinator_that_may_not_know_the_limit_is_waited_for(
     other: KnownSlot, shares: dict[str, tuple[float, ...]]
 ) -> None:
     now = known(0, line(300, 600))
@@ -247,8 +248,6 @@ class Coordinator:
 
 class Shares(RuleBasedStateMachine):
     """Coordinators that read, keep and publish at any time, die and are succeeded, and one that divides."""
-
-    is_careless = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,12 +322,6 @@ class Shares(RuleBasedStateMachine):
     def divide(self, waited_s: float) -> None:
         assert self.seen is not None
         self.now_s += waited_s
-        if self.is_careless:
-            self.seen = [
-                replace(row, power=replace(row.power, kept_version=self.stored.version), is_of_holder=True)
-                for row in self.seen
-                if row.power is not None
-            ]
         division = self.divider.divide(self.seen, {FEED: LIMIT_W}, self.now_s)
         self.stored, self.seen = division, None
 
@@ -366,29 +359,3 @@ class Shares(RuleBasedStateMachine):
 
 
 TestShares = Shares.TestCase
-
-
-class CarelessShares(Shares):
-    """Nobody waits until a division is kept."""
-
-    is_careless = True
-
-
-@pytest.mark.parametrize("model", [Shares, CarelessShares])
-def test_the_sum_would_be_exceeded_if_nobody_waited(model: type[Shares]) -> None:
-    run = model()
-    run.start()
-    for _ in range(3):
-        run.go_on(0)
-    run.begin(1)
-    run.publish(1, 500, 400, 1.0)
-    for _ in range(2):
-        run.see()
-        run.divide(1.0)
-    run.begin(1)
-    run.publish(1, 500, 400, 1.0)
-    if model is Shares:
-        run.shares_add_up_to_1_at_most()
-        return
-    with pytest.raises(AssertionError):
-        run.shares_add_up_to_1_at_most()

@@ -173,17 +173,6 @@ def test_a_power_cap_so_far_goes_on_falling_or_rising_and_is_lifted_once_all_are
     assert not rising.caps_w
 
 
-def test_measured_power_corrects_plans_that_predict_too_little() -> None:
-    run = site(demand("x"), demand("y"), errors={"x": 0.06, "y": 0.03})
-    run.pass_time(30)
-    run.handle(BudgetSet(Budget("b", "a", 1500.0, 30.0)))
-    run.pass_time(400)
-    assert max(run.means_w(60, 42)) <= 1500
-    assert max(run.means_w(10, 42)) <= 1.02 * 1500
-    assert np.mean(run.drawn_w[130:]) >= 0.98 * 1500
-    assert all(status.is_compliant for status in run.statuses())
-
-
 @pytest.mark.parametrize("feed", [FEED, Feed("a")], ids=["with ramps", "at once"])
 def test_a_limit_is_kept_from_the_first_second_though_new_plans_draw_more_than_expected(
     feed: Feed,
@@ -371,16 +360,6 @@ def test_power_stays_within_what_is_set(feed: Feed, steps: list[Step]) -> None:
         assert least_w <= max(drawn_w) <= most_w
 
 
-def test_a_job_without_plans_counts_as_measured() -> None:
-    run = site(demand("x"), JobDemand("stock", measured_w={"a": 300.0}), feed=Feed("a"))
-    run.errors = {"stock": 1.0}
-    run.handle(BudgetSet(Budget("b", "a", 1400.0, 0.0)))
-    run.pass_time(60)
-    assert run.drawn_w[-1] <= 1400
-    status = run.machine.statuses["a"]
-    assert status.measured_w - status.managed_w == pytest.approx(600, rel=0.1)
-
-
 limits = st.lists(
     st.tuples(st.integers(1300, 2200), st.integers(0, 100), st.integers(30, 120)), min_size=1, max_size=3
 )
@@ -440,30 +419,6 @@ def test_gpus_in_no_job_count() -> None:
 
 
 JOB_COUNT = 30
-
-
-@pytest.mark.parametrize("feed_count", [1, 16])
-def test_the_cost_per_job_does_not_grow_with_the_feeds(
-    monkeypatch: pytest.MonkeyPatch, feed_count: int
-) -> None:
-    count = 0
-    drawn_w = machine_module._Job.drawn_w
-
-    def counting(self: Any) -> Mapping[str, float]:
-        nonlocal count
-        count += 1
-        return drawn_w(self)
-
-    names = ["a", *(f"another-{number}" for number in range(1, feed_count))]
-    machine = FleetMachine({name: Feed(name) for name in names})
-    for name in names:
-        machine.handle(BudgetSet(Budget(name, name, 750.0 * JOB_COUNT, 0.0)), 0.0)
-    jobs = [JobChanged(demand(f"job-{number}"), 1.0) for number in range(JOB_COUNT)]
-    machine.handle_all([*jobs, Tick()], 0.0)
-    monkeypatch.setattr(machine_module._Job, "drawn_w", counting)
-    drawn = {f"job-{number}": {"a": 700.0} for number in range(JOB_COUNT)}
-    machine.handle_all([PowerMeasured(1.0, drawn, {}), Tick()], 1.0)
-    assert 0 < count <= 2 * JOB_COUNT
 
 
 def test_many_simultaneous_changes_lead_to_one_decision(monkeypatch: pytest.MonkeyPatch) -> None:

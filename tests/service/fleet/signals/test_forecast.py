@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from perseus.service.domain.signals import SignalKind
 from perseus.service.fleet.signals.forecast import (
     DAY_H,
     MIN_HISTORY_H,
@@ -13,10 +12,6 @@ from perseus.service.fleet.signals.forecast import (
     persistence,
     seasonal_naive,
 )
-from perseus.service.signals.csv_file import read_signal_csv
-from tests.published_data import PUBLISHED_DATA
-
-CISO = PUBLISHED_DATA / "carbon" / "ciso-2022.csv"
 
 
 def days(count: int, noise: float = 0.0) -> Floats:
@@ -104,23 +99,3 @@ def test_forecasts_stay_within_the_past_range() -> None:
     made = RegressionForecast().forecast(0, wave, 100)
     assert wave.min() <= made.min()
     assert made.max() <= 1000.0
-
-
-@pytest.mark.slow("a regression at every fifth hour of ten weeks")
-@pytest.mark.skipif(not CISO.exists(), reason=f"published signal not found at {CISO}")
-def test_errors_on_a_published_spring() -> None:
-    """Ten weeks of the year; the benchmarks use all of it."""
-    first_s, hours = read_signal_csv(CISO, SignalKind.CARBON, "avg_CI").hourly(1e11)
-    model = RegressionForecast()
-    errors: dict[str, list[float]] = {"regression": [], "persistence": [], "seasonal": []}
-    for known in range(10 * WEEK_H, 20 * WEEK_H, 5):
-        history, actual = hours[:known], hours[known + 5]
-        for name, made in (
-            ("regression", model.forecast(int(first_s // 3600), history, 6)),
-            ("persistence", persistence(history, 6)),
-            ("seasonal", seasonal_naive(history, 6)),
-        ):
-            errors[name].append(abs(made[5] - actual))
-    means = {name: float(np.mean(some)) for name, some in errors.items()}
-    assert means["regression"] < 0.9 * means["seasonal"]
-    assert means["regression"] < 0.5 * means["persistence"]

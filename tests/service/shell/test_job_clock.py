@@ -1,10 +1,14 @@
-"""The jobs' clock stands still while the coordinator does."""
+"""The jobs' clock stands still while the coordinator does; and the event loop's idle time."""
+
+import asyncio
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.shell.job_clock import TOLERANCE_S, JobClock
+from perseus.service.shell.measured_loop import MeasuredLoop
 
 PERIOD_S = 1.0
 
@@ -114,3 +118,17 @@ def test_a_stop_in_which_the_wait_grew_is_credited_once() -> None:
     jobs.tick(9.0)
     source.now_s += 0.5
     assert jobs.now_s() - before_s == pytest.approx(1.5)
+
+
+def test_waiting_is_idle_and_work_is_not() -> None:
+    with asyncio.Runner(loop_factory=MeasuredLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, MeasuredLoop)
+
+        async def wait_and_work() -> None:
+            await asyncio.sleep(0.2)
+            time.sleep(0.05)  # noqa: ASYNC251 - that is the work
+
+        begun_s, before_s = time.monotonic(), loop.idle_s
+        runner.run(wait_and_work())
+        assert 0.05 < loop.idle_s - before_s < time.monotonic() - begun_s - 0.04

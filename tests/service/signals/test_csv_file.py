@@ -10,9 +10,6 @@ from hypothesis import strategies as st
 
 from perseus.service.domain.signals import SignalKind
 from perseus.service.signals.csv_file import SignalFileError, read_signal_csv
-from tests.published_data import PUBLISHED_DATA
-
-CISO = PUBLISHED_DATA / "carbon" / "ciso-2022.csv"
 
 
 @pytest.fixture
@@ -110,13 +107,3 @@ def test_no_file_raises_anything_else(path: Path, content: bytes) -> None:
     path.write_bytes(b"timestamp,g\n0,1\n" + content)
     with suppress(SignalFileError):
         assert read_signal_csv(path, SignalKind.CARBON, "g").values[0] == 1.0
-
-
-@pytest.mark.skipif(not CISO.exists(), reason=f"published signal not found at {CISO}")
-def test_the_published_year() -> None:
-    signal = read_signal_csv(CISO, SignalKind.CARBON, "avg_CI")
-    assert len(signal.values) == 8757  # three hours have no value
-    assert signal.valid_s == 3600
-    first_s, hours = signal.hourly(1e11)
-    assert first_s == 1_640_995_200  # 2022 begins
-    assert len(hours) == 8760

@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -30,7 +29,7 @@ from perseus.solver import SolverError
 from perseus.v1.frontier_service_pb2 import SolveRequest
 from tests.processes import is_gone
 from tests.service.grpc_fakes import connected_to, make_settings
-from tests.service.solving.dask_processes import ROOT, DaskProcesses, dask_processes
+from tests.service.solving.dask_processes import DaskProcesses, dask_processes
 from tests.service.solving.problems import make_problem, until
 from tests.service.solving.test_worker_pool import ScriptedWorker
 
@@ -144,24 +143,6 @@ async def test_a_process_that_dies_there_costs_one_retry(dask: DaskProcesses, tm
         with pytest.raises(SolverCrashedError, match=r"SIGKILL.*killed 2 workers"):
             await pool.run(die_at_first, tmp_path / "often", 9)
         assert cluster.thread_count, "the Dask workers are unharmed"
-
-
-@slow
-async def test_work_of_a_killed_client_ends_there(dask: DaskProcesses, tmp_path: Path) -> None:
-    code = (
-        "import asyncio, sys; from pathlib import Path; import tests.service.solving.test_dask_cluster as t\n"
-        "async def main():\n"
-        "    async with t.connected(sys.argv[1]) as (cluster, pool):\n"
-        "        await t.until(lambda: cluster.thread_count)\n"
-        "        await pool.run(t.never_end, Path(sys.argv[2]))\n"
-        "asyncio.run(main())"
-    )
-    command = [sys.executable, "-c", code, dask.address, str(tmp_path / "began")]
-    client = await asyncio.create_subprocess_exec(*command, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    await until(lambda: recorded(tmp_path / "began"))
-    client.kill()
-    await client.wait()
-    await until(lambda: is_gone(recorded(tmp_path / "began")[0]))
 
 
 @slow

@@ -103,23 +103,6 @@ async def test_an_unexpected_error_is_reported_and_the_worker_continues(worker: 
     assert await worker.run(os.getpid) == worker.process_id == before
 
 
-def wait_until_there_is(path: Path) -> bool:
-    """Hold the interpreter's lock until the loop outside has made progress."""
-    while not path.exists():
-        pass
-    return True
-
-
-@pytest.mark.slow("solves a large problem in a process")
-async def test_the_loop_runs_while_a_worker_works(worker: Worker, tmp_path: Path) -> None:
-    working = asyncio.create_task(worker.run(wait_until_there_is, tmp_path / "over"))
-    for _ in range(100):
-        await asyncio.sleep(0)
-    assert not working.done()
-    (tmp_path / "over").touch()
-    assert await working
-
-
 def never_end(begun: Path) -> None:
     begun.touch()
     time.sleep(3600)

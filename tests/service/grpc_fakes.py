@@ -233,8 +233,9 @@ class ThreadWorker(Worker):
 
     async def run(self, work: Callable[..., Answer], *arguments: object) -> Answer:
         await self.ready()
-        if any(isinstance(each, Pipeline) and self._is_large(each) for each in arguments):
-            await asyncio.Event().wait()
+        for each in arguments:
+            if isinstance(each, Pipeline) and sum(map(len, each.schedule.orders)) > self.MAX_COMPUTATIONS:
+                await asyncio.Event().wait()
         ThreadWorker.busy_count += 1
         try:
             return await asyncio.to_thread(self._work, pickle.dumps((work, arguments)))
@@ -244,10 +245,6 @@ class ThreadWorker(Worker):
             raise WorkError(repr(error)) from error
         finally:
             ThreadWorker.busy_count -= 1
-
-    @classmethod
-    def _is_large(cls, problem: Pipeline) -> bool:
-        return sum(map(len, problem.schedule.orders)) > cls.MAX_COMPUTATIONS
 
     @staticmethod
     def _work(message: bytes) -> Any:

@@ -8,18 +8,23 @@ import sqlite3
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import structlog
+from sqlalchemy import text
 from typer.testing import CliRunner
 
 from perseus.cli.main import app
 from perseus.service import server
-from perseus.service.domain.errors import StoreFailedError
+from perseus.service.domain.errors import DatabaseUnreadableError, StoreFailedError
 from perseus.service.settings import CoordinatorSettings
-from perseus.service.shell import writer
+from perseus.service.shell import coordinator, ledger, tokens, writer
+from perseus.service.storage.engines import connect
+from perseus.service.storage.sql_store import SqlStore
 from perseus.v1 import job_pb2
+from tests.service.api.test_slots import JOBS, serving
 from tests.service.grpc_fakes import (
     ALL_PLACES,
     TIMEOUT_S,
@@ -31,9 +36,9 @@ from tests.service.grpc_fakes import (
     make_settings,
     outcome,
     refusal,
-    running_here,
     until,
 )
+from tests.service.storage import postgresql
 
 
 async def test_an_older_copy_begins_a_new_epoch_when_an_agent_shows_that_state_is_lost(
@@ -157,17 +162,6 @@ async def test_an_orderly_stop_stores_the_pending_commit(
         assert (await client.job()).rank_counts.lost_count == len(ALL_PLACES)
 
 
-async def serve_without_the_file(settings: CoordinatorSettings) -> None:
-    """Serve until the database's file is removed, which happens soon."""
-    async with running_here(settings) as (address, background), connected_to(address) as client:
-        await client.register()
-        os.unlink(settings.database)
-        request = asyncio.ensure_future(client.register(job_id="other"))
-        await asyncio.wait({background}, timeout=TIMEOUT_S)
-        assert background.done()
-        request.cancel()
-
-
 async def test_a_store_that_fails_stops_everything_and_its_error_is_logged_before_the_end(
     tmp_path: Path,
 ) -> None:
@@ -191,12 +185,52 @@ async def test_a_store_that_fails_stops_everything_and_its_error_is_logged_befor
 def test_the_command_ends_with_one_record_and_its_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "serve", serve_without_the_file)
-    database = tmp_path / "perseus.db"
-    flags = ["--listen=127.0.0.1:0", f"--database={database}", "--shutdown-grace-s=0.5", "--insecure"]
-    done = CliRunner().invoke(app, ["coordinator", *flags, "--log-format=json"])
+    async def failing(_: CoordinatorSettings) -> None:
+        raise StoreFailedError(database="db", cause="it is away")
+
+    monkeypatch.setattr(server, "serve", failing)
+    flags = [f"--database={tmp_path / 'perseus.db'}", "--insecure", "--log-format=json"]
+    done = CliRunner().invoke(app, ["coordinator", *flags])
     assert done.exit_code == 3
-    records = [json.loads(line) for line in done.stderr.splitlines()]
-    assert datetime.fromisoformat(records[-1].pop("timestamp"))
-    cause = f"the database {database} failed: its file {database} was removed or replaced"
-    assert records[-1] == {"event": "ends with an error", "level": "critical", "cause": cause}
+    record = json.loads(done.stderr)
+    assert datetime.fromisoformat(record.pop("timestamp"))
+    cause = "the database db failed: it is away"
+    assert record == {"event": "ends with an error", "level": "critical", "cause": cause}
+
+
+TASKS = {"Tokens.run", "Ledger.run", "Power.run"}
+"""Tasks that read again and again; the end of one ends the coordinator."""
+
+
+@pytest.mark.slow("a coordinator reads tables that are locked on a PostgreSQL server")
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(bool(postgresql.MISSING), reason=str(postgresql.MISSING))
+async def test_calls_that_read_are_refused_and_background_tasks_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing: set[str] = set()
+    in_thread = SqlStore._in_thread
+
+    async def note(store: SqlStore, *arguments: Any) -> Any:
+        try:
+            return await in_thread(store, *arguments)
+        except DatabaseUnreadableError:
+            failing.add(repr(asyncio.current_task()).partition("coro=<")[2].partition("(")[0])
+            raise
+
+    monkeypatch.setattr(SqlStore, "_in_thread", note)
+    for owner, name in ((coordinator, "PRUNE_ROUND_S"), (ledger, "TOTALS_S"), (tokens, "RELOAD_S")):
+        monkeypatch.setattr(owner, name, 0.05)
+    with postgresql.running() as server:
+        database = server.new_database()
+        async with serving(tmp_path, database, 1) as client:
+            other = await asyncio.to_thread(connect, database, slot=1)
+            other.connection.execute(text("LOCK TABLE ledger, tokens, budgets, slot_powers"))
+            code, reason, _ = await refusal(client.ask("ListLedgerEntries"))
+            assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "DATABASE_UNREADABLE")
+            async with asyncio.timeout(30):
+                while not failing >= TASKS:  # noqa: ASYNC110 - they tell nobody
+                    await asyncio.sleep(0.05)
+            other.close()
+            await client.ask("ListLedgerEntries")
+            await client.register(job_id=JOBS[1])

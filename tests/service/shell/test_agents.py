@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import structlog
 
@@ -48,22 +49,10 @@ class Jobs:
             run.machine.has_live_rank = isinstance(event, RankJoined)
 
 
-class Store:
-    def instance_key(self, instance_id: str) -> str:
-        return "key"
-
-    async def telemetry_principal(self, instance_id: str) -> str:
-        return ""
-
-    async def telemetry_sequence(self, instance_id: str) -> int:
-        return 0
-
-    async def flush(self) -> None:
-        pass
-
-
 async def greeted(jobs: Jobs) -> tuple[Agents, Any]:
-    store, port = cast(Any, Store()), cast(Any, SimpleNamespace())
+    store = AsyncMock(instance_key=Mock(return_value="key"))
+    store.telemetry_principal.return_value, store.telemetry_sequence.return_value = "", 0
+    port: Any = SimpleNamespace()
     agents = Agents(store, store, cast(Any, jobs), Feeds())
     await agents.greet("agent", port)
     return agents, port

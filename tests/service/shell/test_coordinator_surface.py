@@ -8,7 +8,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from google.protobuf import descriptor_database, descriptor_pb2, descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -151,9 +150,7 @@ async def reflected(
     client: Client, package: str, request: reflection_pb2.ServerReflectionRequest
 ) -> reflection_pb2.ServerReflectionResponse:
     """Call the reflection service of a package; both have the same messages."""
-    method: grpc.aio.StreamStreamMultiCallable[
-        reflection_pb2.ServerReflectionRequest, reflection_pb2.ServerReflectionResponse
-    ] = client.channel.stream_stream(
+    method: Any = client.channel.stream_stream(
         f"/grpc.reflection.{package}.ServerReflection/ServerReflectionInfo",
         request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
         response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,

@@ -1,7 +1,7 @@
 """Runs of jobs over gRPC: a whole life, what registrations lead to, who may join, and what remains."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from itertools import groupby
 from pathlib import Path
@@ -32,29 +32,20 @@ FIRST: dict[str, Any] = {"request_id": "first", "spec_fingerprint": "work"}
 SECOND: dict[str, Any] = {"request_id": "second", "spec_fingerprint": "other work", **OTHER}
 
 
-class Service:
-    """A coordinator that can be restarted on its stored state."""
-
-    def __init__(self, directory: Path) -> None:
-        self._settings = make_settings(directory)
-        self._stack = AsyncExitStack()
-        self.client: Client
-
-    async def start(self) -> Client:
-        await self._stack.aclose()
-        self.client = await self._stack.enter_async_context(connected(self._settings))
-        return self.client
-
-    async def stop(self) -> None:
-        await self._stack.aclose()
+Start = Callable[[], Awaitable[Client]]
 
 
 @pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[Service]:
-    service = Service(tmp_path)
-    await service.start()
-    yield service
-    await service.stop()
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    """What starts a coordinator, and starts it again on its stored state."""
+    settings = make_settings(tmp_path)
+    async with AsyncExitStack() as stack:
+
+        async def start() -> Client:
+            await stack.aclose()
+            return await stack.enter_async_context(connected(settings))
+
+        yield start
 
 
 async def test_a_job_is_profiled_planned_replanned_and_finished(client: Client) -> None:
@@ -195,9 +186,9 @@ async def test_another_specification_is_refused_while_ranks_are_live_and_its_ran
 
 
 async def test_another_specification_with_no_live_rank_begins_a_new_run_and_the_old_one_stays_readable(
-    service: Service,
+    start: Start,
 ) -> None:
-    client = service.client
+    client = await start()
     agent = await planned(client, **FIRST)
     report = (await client.ask("GetReport", job_id="job")).periods
     highest = max(offer.version for offer in agent.offers)
@@ -211,7 +202,7 @@ async def test_another_specification_with_no_live_rank_begins_a_new_run_and_the_
 
     for is_restarted in (False, True):
         if is_restarted:
-            client = await service.start()
+            client = await start()
         first = await client.job(run_number=1)
         assert (first.run_number, first.state) == (1, job_pb2.JOB_STATE_FINISHED)
         assert first.spec.policy.max_slowdown_percent == 0
@@ -257,20 +248,20 @@ async def test_a_served_rank_that_now_computes_something_else_is_lost(client: Cl
 
 @pytest.mark.parametrize("is_restarted", [False, True])
 async def test_after_the_end_a_new_request_begins_a_new_run_and_an_old_one_does_not(
-    service: Service, is_restarted: bool
+    start: Start, is_restarted: bool
 ) -> None:
-    client = service.client
+    client = await start()
     assert (await client.register("first", "work")).run_number == 1
     assert (await client.register("joined", "work")).run_number == 1
     await client.finish()
     if is_restarted:
-        client = await service.start()
+        client = await start()
     for request_id in ("first", "joined"):
         job = await client.register(request_id, "work")
         assert (job.run_number, job.state) == (1, job_pb2.JOB_STATE_FINISHED)
     assert (await client.register("second", "work")).run_number == 2
     if is_restarted:
-        client = await service.start()
+        client = await start()
     assert (await client.register("first", "work")).run_number == 1
     assert (await client.register("second", "work")).run_number == 2
     agent = FakeAgent(client, spec_fingerprint="work")
@@ -283,8 +274,8 @@ async def test_after_the_end_a_new_request_begins_a_new_run_and_an_old_one_does_
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
-async def test_a_finished_job_is_deleted_completely(service: Service, is_restarted: bool) -> None:
-    client = service.client
+async def test_a_finished_job_is_deleted_completely(start: Start, is_restarted: bool) -> None:
+    client = await start()
     agent = await planned(client, **FIRST)
     highest = max(offer.version for offer in agent.offers)
     code, reason, metadata = await refusal(client.ask("DeleteJob", job_id="job"))
@@ -301,7 +292,7 @@ async def test_a_finished_job_is_deleted_completely(service: Service, is_restart
     await agent.end()
 
     if is_restarted:
-        client = await service.start()
+        client = await start()
     for number in (0, 1, 2):
         assert (await refusal(client.job(run_number=number)))[0] is grpc.StatusCode.NOT_FOUND
     # A job of the same name is another job, but agents may remember versions of the one before.
@@ -326,14 +317,14 @@ async def known_profiles_read() -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_a_stage_is_recognised_by_its_work_in_another_run_or_job(service: Service) -> None:
+async def test_a_stage_is_recognised_by_its_work_in_another_run_or_job(start: Start) -> None:
     work = ["12 layers", "11 layers"]
-    client = service.client
+    client = await start()
     agent = await planned(client, job_id="before", stage_work=work)
     clock_count = (await client.job("before")).profiled_clock_count
     await client.finish("before")
     await agent.end()
-    client = await service.start()
+    client = await start()
     # The second stage computes something else; a job without fingerprints of its work matches neither.
     for job_id, stage_work, stages in (
         ("before", work, [[0, 1]]),

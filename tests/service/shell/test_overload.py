@@ -16,6 +16,8 @@ from perseus.service.shell import coordinator
 from perseus.service.shell import writer as writers
 from perseus.service.shell.job_clock import TOLERANCE_S
 from perseus.service.shell.writer import Writer
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.storage.store import Entry
 from perseus.v1 import rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest
 from tests.service.grpc_fakes import (
@@ -113,25 +115,19 @@ class HeldStore:
         self.go.set()
         self.later_count = 0
         self.writer: Writer | None = None
-        init, later = Writer.__init__, Writer.later
+        write, later = SqlStore.write, Writer.later
 
-        def with_held_store(writer: Writer, store: Any) -> None:
-            write = store.write
+        async def held(store: SqlStore, entries: list[Entry]) -> None:
+            await self.go.wait()
+            await write(store, entries)
 
-            async def held(entries: Any) -> None:
-                await self.go.wait()
-                await write(entries)
-
-            store.write = held
+        def noted(writer: Writer, *arguments: Any) -> writers.Work:
             self.writer = writer
-            init(writer, store)
-
-        def counted(*args: Any, **options: Any) -> writers.Work:
             self.later_count += 1
-            return later(*args, **options)
+            return later(writer, *arguments)
 
-        monkeypatch.setattr(Writer, "__init__", with_held_store)
-        monkeypatch.setattr(Writer, "later", counted)
+        monkeypatch.setattr(SqlStore, "write", held)
+        monkeypatch.setattr(Writer, "later", noted)
 
     async def is_waited_for(self) -> bool:
         return self.writer is not None and self.writer.waiting_count > 0

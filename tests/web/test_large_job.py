@@ -6,7 +6,7 @@ import pytest
 from playwright.async_api import expect
 
 from perseus.service.domain.model import JobState
-from tests.service.job.stragglers.straggler_cluster import TimedCluster
+from tests.service.job.clusters import TimedCluster
 from tests.service.service_fakes import make_spec
 from tests.web.browser import browsing, figure, in_browser, inaccessible, is_scrolled_sideways, panel
 from tests.web.fleet import fleet, machine

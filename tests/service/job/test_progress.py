@@ -7,9 +7,11 @@ are really in force; their cost beyond stock is added up here, not taken from re
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from perseus.service.api.translate_jobs import coordinates_from_proto
 from perseus.service.domain.errors import RankNotServedError
@@ -37,7 +39,8 @@ from perseus.service.job.progress import NO_PROGRESS_ITERATIONS, NO_PROGRESS_TIM
 from perseus.service.job.rules import Rules
 from perseus.v1 import event_pb2
 from tests.service.job.clusters import FIRST, FOURTH, SECOND, THIRD, EmulatedCluster, answer
-from tests.service.service_fakes import CLOCKS_MHZ, START_S, FakeRank, make_spec
+from tests.service.job.profiling.test_profiler import OF_ALL, OF_SUM, with_information
+from tests.service.service_fakes import CLOCKS_MHZ, START_S, FakeRank, energy_j, make_spec
 
 ITERATION_S = 0.8
 Announced = tuple[str, str, Coordinates | None, int]
@@ -322,6 +325,34 @@ def test_a_rank_without_energies_is_named_and_its_clocks_are_given_up_until_the_
     cluster.spoiling.clear()
     cluster.send(ResumeRequested())
     cluster.run_until(JobState.PLANNED)
+
+
+def informed(matrix: NDArray[np.float64]) -> Spoil:
+    """Report this joint information of energies, and no energy that it leaves undetermined."""
+
+    def spoil(batch: TelemetryBatch) -> TelemetryBatch:
+        return (
+            batch if batch.energy is None else batch._replace(energy=with_information(batch.energy, matrix))
+        )
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    "of_others",
+    [pytest.param(OF_ALL, id="other ranks determine them"), pytest.param(OF_SUM, id="no rank does")],
+)
+def test_a_job_is_planned_though_ranks_leave_their_energies_undetermined(
+    of_others: NDArray[np.float64],
+) -> None:
+    cluster = joined()
+    cluster.spoiling = {place: informed(of_others if place.pipeline else OF_SUM) for place in cluster.ranks}
+    cluster.run_until(JobState.PLANNED, limit=400)
+    assert cluster.announced(event_pb2.ClockGivenUp) == []
+    for profile in cluster.machine.run.profiler.profiles:
+        measured_j = sum(measured.energy_j for measured in profile.measurements.values())
+        true_j = sum(energy_j(profile.stage, kind, profile.clock_mhz) for _, kind in profile.measurements)
+        assert measured_j == pytest.approx(true_j, rel=0.1)
 
 
 def test_clocks_are_released_while_their_cost_is_unknown() -> None:

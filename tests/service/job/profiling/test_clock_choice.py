@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -18,7 +19,7 @@ from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.profiling.clock_choice import choose_clocks
 from perseus.service.job.profiling.profiler import ProfileEnd, Profiler
 from perseus.service.job.profiling.sample_allocation import MAX_HOLD_FACTOR, MIN_ITERATIONS, round_error
-from perseus.service.job.profiling.stage_profiles import build_problem, corrected
+from perseus.service.job.profiling.stage_profiles import blocking_power_w, build_problem, corrected
 from perseus.service.job.rules import Rules
 from perseus.solver import (
     Kind,
@@ -134,6 +135,17 @@ def test_few_noisy_clocks_lead_to_nearly_the_plan_of_all(name: str, seed: int) -
     judged = replay(pipeline, plan.clocks_mhz)
     assert judged.energy_j <= 1.004 * best.energy_j
     assert judged.iteration_time_s <= 1.003 * best.iteration_time_s
+
+
+@pytest.mark.parametrize("name", POWERS_W)
+def test_an_assumed_blocking_power_is_lower_than_the_measured_one(name: str) -> None:
+    """The lower it is, the less computations are slowed: so an assumption slows none to no benefit."""
+    truth, *_ = reference(name)
+    cluster = NoisyCluster(truth, 0.0, seed=0)
+    held = [cluster.hold(stage, mhz) for stage in range(8) for mhz in truth[stage, 0, Kind.FORWARD]]
+    assumed_w = blocking_power_w([replace(each, blocking_power_w=None) for each in held], 8)
+    assert len(assumed_w) == 8
+    assert all(0 < power_w < 8 * POWERS_W[name] for power_w in assumed_w)
 
 
 def chosen(measured_mhz: list[int], barred_mhz: list[int]) -> int:

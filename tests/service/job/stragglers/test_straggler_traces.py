@@ -148,6 +148,15 @@ def test_the_slowed_pipeline_is_named_within_five_steps() -> None:
     assert all(each.is_straggler for each in [first, *others]), "and it stays"
 
 
+@pytest.mark.parametrize("factor", FACTORS)
+def test_a_milder_one_is_named_soon_with_its_factor(factor: float) -> None:
+    trace = load("AR").milder(factor, is_uniform=False)
+    (finding,) = findings(Trace(trace.schedule, trace.durations_s[: STEPS[factor]]))
+    assert finding.pipeline == SLOWED[0]
+    assert finding.slowdown_factor == pytest.approx(factor, abs=0.015)
+    assert 1 < finding.waited_factor < factor
+
+
 def test_imbalance_between_stages_is_no_straggler() -> None:
     assert findings(load("ST")) == []
 

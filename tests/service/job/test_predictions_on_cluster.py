@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from perseus.service.domain.commands import Announce, FindProfile
+from perseus.service.domain.commands import Announce, FindProfile, Solve
 from perseus.service.domain.inputs import (
     FinishRequested,
     LagNotFound,
@@ -22,6 +22,7 @@ from perseus.service.job.planning.plan_watch import MAX_SUSPECTED
 from perseus.service.job.profiling.stage_profiles import corrected
 from perseus.service.job.rules import Rules
 from perseus.service.job.stragglers.registry import StragglerRegistry
+from perseus.solver import common_lag_s
 from perseus.v1 import event_pb2
 from tests.service.job.clusters import (
     FIRST,
@@ -238,6 +239,16 @@ def test_an_unexplained_plan_that_is_obsolete_is_not_announced() -> None:
     cluster.send(FinishRequested())
     assert cluster.handle(LagNotFound(event_pb2.MeasurementsUnexplained())) == []
     cluster.expect(JobState.FINISHED)
+
+
+def test_only_the_next_frontier_explains_a_slow_plan_and_later_ones_keep_the_lag() -> None:
+    cluster = TruthfulCluster(lag_s=LAG_S).plan()
+    cluster.run(BLOCK)
+    cluster.slowness = lambda _stage, _mhz: 0.9
+    cluster.run(2 * BLOCK)
+    solves = [command for command in cluster.history if isinstance(command, Solve)]
+    assert [solve.slow is not None for solve in solves] == [False, True, False]
+    assert common_lag_s(solves[-1].problem) == pytest.approx(LAG_S, rel=0.01)
 
 
 def test_a_restarted_coordinator_knows_the_lag_and_makes_the_same_plans() -> None:

@@ -21,6 +21,7 @@ from perseus.service.domain.inputs import (
 from perseus.service.domain.model import JobState, RankLeftReason, RefusalReason
 from perseus.service.job.iterations.iteration_log import OPEN_LIMIT
 from perseus.service.job.rules import Rules
+from perseus.v1 import event_pb2
 from tests.service.job.clusters import FIRST, answer, offers, planned, straggler
 from tests.service.service_fakes import EPOCH, Cluster, FakeRank, batch, make_spec
 
@@ -66,11 +67,12 @@ def test_a_batch_far_ahead_is_refused_by_name_and_harms_nothing() -> None:
     with pytest.raises(InvalidFieldError, match=re.escape(expected)):
         cluster.handle(claim(rank))
     assert cluster.job(is_full=True) == before
+    changes = cluster.announced(event_pb2.StateChanged)
     cluster.send(AgentDisconnected(rank.instance_id))
     for each in cluster.ranks.values():
         if each.instance_id == rank.instance_id:
             cluster.send(each.joined())
-    cluster.expect(JobState.PLANNED)
+    assert cluster.announced(event_pb2.StateChanged) == changes, "the rank has not been lost"
     expect_progress(cluster)
     assert cluster.machine.run.ranks[FIRST].iteration == rank.iteration, "where it is by its later batches"
 
@@ -78,6 +80,11 @@ def test_a_batch_far_ahead_is_refused_by_name_and_harms_nothing() -> None:
 def claim_on_joining(cluster: Cluster) -> None:
     for rank in cluster.ranks.values():
         cluster.send(replace(rank.joined(), iteration=FAR if rank.place == FIRST else -1))
+
+
+def claim_before_the_others_tell_where_they_are(cluster: Cluster) -> None:
+    cluster.join_all()
+    cluster.send(claim(cluster.ranks[FIRST]))
 
 
 def claim_in_an_answer(cluster: Cluster) -> None:
@@ -91,7 +98,9 @@ def claim_in_an_answer(cluster: Cluster) -> None:
         cluster.send(answer(cluster, FIRST, version, refusal, FAR))
 
 
-@pytest.mark.parametrize("claim_far", [claim_on_joining, claim_in_an_answer])
+@pytest.mark.parametrize(
+    "claim_far", [claim_on_joining, claim_before_the_others_tell_where_they_are, claim_in_an_answer]
+)
 def test_a_claim_harms_nothing(claim_far: Callable[[Cluster], None]) -> None:
     cluster = Cluster(make_spec())
     claim_far(cluster)

@@ -16,7 +16,7 @@ from perseus.service.job.iterations.baseline import MAX_WAIT_S
 from perseus.service.job.iterations.iteration_log import report
 from perseus.service.job.planning import plan_watch
 from perseus.service.job.planning.plan_watch import MAX_SUSPECTED
-from perseus.service.job.retry_delay import INITIAL_DELAY_S
+from perseus.service.job.retry_delay import INITIAL_DELAY_S, RetryDelay
 from perseus.service.job.stragglers.registry import StragglerRegistry
 from perseus.v1 import event_pb2
 from tests.service.job.clusters import TimedCluster, TruthfulCluster, straggler
@@ -278,6 +278,10 @@ def test_a_plan_that_holds_ends_the_count_of_failed_tries(monkeypatch: pytest.Mo
 
 def test_violated_predictions_are_tried_again_too_and_other_reasons_are_not() -> None:
     assert not needs_person(StockReason.PREDICTIONS_VIOLATED, 1)
+    delay = RetryDelay()
+    waits_s = [delay.begin(0.0) for _ in range(UNATTENDED_FALL_BACKS)]
+    assert sum(waits_s) >= 24 * 3600 > sum(waits_s[:-1]), "a day of tries needs nobody"
+    assert not needs_person(StockReason.UNEXPLAINED, UNATTENDED_FALL_BACKS)
     assert needs_person(StockReason.UNEXPLAINED, UNATTENDED_FALL_BACKS + 1)
     assert needs_person(StockReason.NO_FRONTIER, 0)
     assert needs_person(None, 0)

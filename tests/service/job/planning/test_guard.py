@@ -15,6 +15,7 @@ from perseus.service.job.planning.guard import Guard, PredictionViolation
 from perseus.service.job.planning.irregular import IrregularWatch
 from perseus.service.job.rules import Rules
 from perseus.solver import Kind, Measurement, Pipeline, one_forward_one_backward
+from perseus.v1 import event_pb2
 from tests.service.job.clusters import TruthfulCluster
 from tests.service.service_fakes import CLOCKS_MHZ, batch, energy_j, estimate, time_s
 
@@ -164,9 +165,12 @@ def test_iterations_under_other_plans_do_not_count() -> None:
 
 def test_iterations_that_are_as_irregular_at_stock_withdraw_plans_only_once() -> None:
     cluster = TruthfulCluster().plan()
+    t_min_s = cluster.job().t_min_s
     cluster.iterate(25, 3.0, is_regular=False)
     cluster.expect(JobState.BASELINE)
     cluster.run_until(JobState.PLANNED)
+    assert cluster.job().t_min_s == t_min_s, "nothing was measured or solved anew"
+    assert cluster.announced(event_pb2.PredictionViolated) == []
     cluster.run(3)
     cluster.iterate(20, 3.0, is_regular=False)
     cluster.expect(JobState.PLANNED)

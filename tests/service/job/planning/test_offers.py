@@ -320,6 +320,14 @@ def test_a_refusal_while_profiling_leaves_the_clocks_of_the_other_stages() -> No
     }
 
 
+def test_clocks_refused_while_profiling_are_not_measured_for_their_stage() -> None:
+    cluster = measuring_stock()
+    cluster.ranks[SECOND].missing_mhz = frozenset({1400, 900})
+    cluster.iterate_until(JobState.PLANNED)
+    assert not {1400, 900} & {*measured_clocks_mhz(cluster, stage=1)}
+    assert {1400, 900} <= {*measured_clocks_mhz(cluster, stage=0)}
+
+
 def test_a_stage_that_was_never_permitted_is_planned_at_stock_and_no_job_of_such_stages() -> None:
     cluster = measuring_stock()
     cluster.ranks[FOURTH].is_permitted = False

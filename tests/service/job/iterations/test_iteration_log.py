@@ -261,6 +261,7 @@ def test_a_margin_is_half_the_95_percent_interval_by_students_distribution() -> 
     (own,) = [period(1, [0.9, 1.0, 1.1], exact)]
     assert own.iteration_time_margin_s == pytest.approx(4.303 * 0.1 / math.sqrt(3), rel=1e-3)
     assert own.energy_margin_j == 0.0
+    assert saving(own, stock).energy_margin_percent == 0.0
     assert saving(own, stock).slowdown_margin_percent == pytest.approx(4.303 * 10 / math.sqrt(3), rel=1e-3)
     # Equal errors on both sides have the degrees of freedom of both.
     assert saving(own, own).slowdown_margin_percent == pytest.approx(2.776 * 10 * math.sqrt(2 / 3), rel=1e-3)

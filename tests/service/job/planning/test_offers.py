@@ -147,9 +147,12 @@ def test_a_late_offer_is_postponed_for_the_ranks_without_it() -> None:
     newer = plan(1200, 900)
     bench.board.set_desired([0], newer)
     bench.reconcile()
+    bench.board.postpone(SECOND, 7)
+    later = Offer(2, 11, newer)
+    assert bench.reconcile() == [SendOffer(rank, "agent", later) for rank in (FIRST, SECOND)]
     bench.follow(FIRST)
     bench.board.postpone(SECOND, 7)
-    assert bench.reconcile() == [SendOffer(SECOND, "agent", Offer(2, 11, newer))]
+    assert bench.reconcile() == [SendOffer(SECOND, "agent", Offer(2, 15, newer))]
 
 
 def test_a_stage_that_stays_at_stock_gets_an_offer_only_if_other_clocks_are_in_force() -> None:

@@ -131,14 +131,20 @@ def test_power_profiles_are_the_enforced_ones() -> None:
         gpu.power_profiles()
 
 
-def test_power_without_the_field_is_the_power_usage() -> None:
-    nvml = FakeNvml(
-        nvmlDeviceGetFieldValues=power_field(pynvml.NVML_ERROR_NOT_SUPPORTED), nvmlDeviceGetPowerUsage=71_000
-    )
-    gpu = NvmlGpu("GPU-a", nvml=nvml)
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_SUCCESS])
+def test_power_without_the_field_or_at_0_in_it_is_the_power_usage(code: int) -> None:
+    gpu = opened(nvmlDeviceGetFieldValues=power_field(code), nvmlDeviceGetPowerUsage=71_000)[1]
     assert gpu.power_w() == 71.0
-    with pytest.raises(GpuUnsupportedError, match="NVML_FI_DEV_POWER_AVERAGE"):
+    with pytest.raises(GpuUnsupportedError, match=r"GPU GPU-a: .*NVML_FI_DEV_POWER_AVERAGE"):
         gpu.average_power_w()
+
+
+@pytest.mark.parametrize("method", ["sm_clock_mhz", "power_w"])
+def test_a_value_that_no_running_gpu_has_is_an_error(method: str) -> None:
+    field = power_field(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    gpu = opened(nvmlDeviceGetFieldValues=field, nvmlDeviceGetPowerUsage=0, nvmlDeviceGetClockInfo=0)[1]
+    with pytest.raises(GpuUnsupportedError, match=r"GPU GPU-a: nvml.*: expected a value, found 0"):
+        getattr(gpu, method)()
 
 
 NOT_SUPPORTED = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)

@@ -153,9 +153,10 @@ def test_two_agents_do_not_set_one_gpu(folder: RecordFolder, monkeypatch: pytest
 
 
 def test_a_briefly_held_record_is_waited_for(folder: RecordFolder) -> None:
-    leave_behind(folder)
+    leave_behind(folder, ClockRange(600, 1400))
     looking = folder.find(UUID)
     assert looking is not None
+    assert looking.record == Record(UUID, ClockRange(600, 1400))
     assert restore_found(folder, lambda _: FakeGpu()) == []
     threading.Timer(0.05, looking.release).start()
     assert restore_found(folder, lambda _: FakeGpu(), timeout_s=10.0) == [Restoration(UUID, None)]

@@ -162,6 +162,7 @@ def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch: pytes
         os.close(each)
     assert done.exit_code == 1
     assert "pip install 'perseus-energy[metrics]'" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
 
 
 def test_names_from_trainers_create_no_series() -> None:

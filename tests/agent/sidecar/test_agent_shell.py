@@ -252,6 +252,7 @@ async def test_a_trainer_that_leaves_and_is_back_at_once_is_served(node: Node) -
 
 async def test_an_agents_health_depends_on_its_gpus(tmp_path: Path) -> None:
     (tmp_path / "gpus").mkdir()
+    (tmp_path / "gpus" / "README").write_text("not a GPU")
     own = settings(tmp_path, 1)
 
     async def asked(*flags: str) -> Result:

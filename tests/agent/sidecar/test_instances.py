@@ -20,7 +20,7 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from perseus.agent import vllm
-from perseus.agent.sidecar import engine_metrics, instance
+from perseus.agent.sidecar import clock_worker, engine_metrics, instance
 from perseus.agent.sidecar.engine_metrics import MetricsReader
 from perseus.agent.sidecar.health_client import ask_instances
 from perseus.agent.sidecar.shell import serving
@@ -206,6 +206,20 @@ async def test_all_gpus_of_an_instance_hold_one_clock_and_a_refusal_by_one_frees
     assert reasons(logs, "clock refused") == ["expected a folder", "expected root"]
     assert "a clock was refused" in reasons(logs, "instance at stock")
     other.close()
+
+
+async def test_a_loop_that_hangs_leaves_the_gpu_at_stock_until_it_goes_on(
+    tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock_worker, "LEASE_S", 1.0)
+    with capture_logs() as logs:
+        async with running(tmp_path, gpu):
+            await until(lambda: is_low(gpu), "a low clock")
+            while is_low(gpu):
+                time.sleep(0.01)  # noqa: ASYNC251 - it hangs
+            monkeypatch.setattr(clock_worker, "LEASE_S", 60.0)  # does not end again on a busy machine
+            await until(lambda: is_low(gpu), "a low clock again")
+    assert "clock was at stock: nothing decided on it" in [each["event"] for each in logs]
 
 
 async def test_metrics_are_read_in_place_of_a_plug_in_and_may_stop_and_come_back(

@@ -56,7 +56,6 @@ class Inbox:
     is_silent: bool = False
     lease_s: float = 3.0
     power_interval_s: float = 0.0
-    savings: list[wire.JobSaving] = field(default_factory=list)
     slot: int = 0
     slot_count: int = 0
     # Where other slots are served.
@@ -178,7 +177,7 @@ class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_p
                     ack = wire.TelemetryAck(sequence=request.telemetry.sequence)
                     self.send(wire.ConnectResponse(telemetry_ack=ack))
                 case "heartbeat":
-                    self.send(wire.ConnectResponse(heartbeat=wire.Heartbeat(savings=self.inbox.savings)))
+                    self.send(wire.ConnectResponse(heartbeat=wire.Heartbeat()))
         return None
 
     def _answer(self, joined: wire.RankJoined) -> None:

@@ -6,6 +6,7 @@ assigns (net.ipv4.ip_local_port_range begins at 32,768), and a test that binds a
 """
 
 import os
+import random
 import socket
 import sys
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from grpc.aio import _server as aio_server
 _PORTS_PER_WORKER = 1_000
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12
 _OWN = range(20_000 + _WORKER * _PORTS_PER_WORKER, 20_000 + (_WORKER + 1) * _PORTS_PER_WORKER)
-_next_port = cycle(_OWN)
+# Another checkout's tests have the same ports: each run takes them in another order.
+_next_port = cycle(random.sample(_OWN, _PORTS_PER_WORKER))
 
 
 class SharedPortError(Exception):

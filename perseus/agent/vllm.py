@@ -49,13 +49,17 @@ _BUCKETS_PER_UNIT = 1 / math.log(LATENCY_RATIO)
 
 
 class StatLogger(StatLoggerBase):  # type: ignore[misc]
-    """Sends the statistics of one engine of this process to the agent of the node."""
+    """Sends the statistics of one engine of this process to the agent of the node.
+
+    Attributes:
+        sender: does so, from its own thread.
+    """
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
         self._steps: deque[tuple[Any, Any]] = deque(maxlen=MAX_STEPS)
         path = os.environ.get(SOCKET_VARIABLE, DEFAULT_SOCKET_PATH)
         hello = EngineHello(os.environ.get(INSTANCE_VARIABLE, ""), engine_index)
-        self._sender = _Sender(self._steps, path, hello)
+        self.sender = Sender(self._steps, path, hello)
 
     def record(
         self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: object, **__: object
@@ -65,18 +69,10 @@ class StatLogger(StatLoggerBase):  # type: ignore[misc]
 
     def log_engine_initialized(self) -> None:
         """Begin to send."""
-        threading.Thread(target=self._sender.run, name="perseus", daemon=True).start()
-
-    def beat(self, now_s: float) -> None:
-        """Send the steps since the last call, as the thread does four times a second."""
-        self._sender.beat(now_s)
-
-    def close(self) -> None:
-        """End the thread and the connection."""
-        self._sender.close()
+        threading.Thread(target=self.sender.run, name="perseus", daemon=True).start()
 
 
-class _Sender:
+class Sender:
     """Sums up steps and sends the intervals."""
 
     def __init__(self, steps: deque[tuple[Any, Any]], path: str, hello: EngineHello) -> None:
@@ -89,13 +85,12 @@ class _Sender:
         self._last_problem = ""
         self._clear(time.monotonic())
 
-    def close(self) -> None:
-        """End `run` and the connection."""
+    def stop(self) -> None:
+        """Let `run` end, soon; returns at once."""
         self._stopped.set()
-        self._disconnect(time.monotonic())
 
     def run(self) -> None:
-        """Send until stopped, or the process ends."""
+        """Send until stopped, or the process ends; then end the connection."""
         while not self._stopped.wait(_INTERVAL_S):
             try:
                 self.beat(time.monotonic())

@@ -85,20 +85,22 @@ def agent(path: Path) -> Iterator[Agent]:
 
 @pytest.fixture
 def logger(path: Path) -> Iterator[vllm.StatLogger]:
-    with closing(vllm.StatLogger(None, engine_index=1)) as logger:
-        yield logger
+    logger = vllm.StatLogger(None, engine_index=1)
+    yield logger
+    logger.sender.stop()
+    logger.sender.run()  # ends the connection
 
 
 @pytest.mark.parametrize(("iteration", "position"), [(NEW, 3), (OLD, 0)])
 def test_an_interval_sums_up_steps_of_every_version(
     agent: Agent, logger: vllm.StatLogger, iteration: Any, position: int
 ) -> None:
-    logger.beat(0.0)
+    logger.sender.beat(0.0)
     logger.record(SCHEDULER, iteration, *[0] * position)
     logger.record(scheduler_stats=None, iteration_stats=iteration, engine_idx=1, mm_cache_stats=None, new=1)
     logger.record(scheduler_stats=SCHEDULER, iteration_stats=None)
-    logger.beat(0.25)
-    logger.beat(0.5)
+    logger.sender.beat(0.25)
+    logger.sender.beat(0.5)
     hello, report, idle = agent.packets()
     assert hello == EngineHello("chat", 1)
     assert isinstance(report, EngineReport)
@@ -113,20 +115,20 @@ def test_an_interval_sums_up_steps_of_every_version(
 
 
 def test_steps_are_bounded_while_nothing_takes_them(agent: Agent, logger: vllm.StatLogger) -> None:
-    logger.beat(0.0)
+    logger.sender.beat(0.0)
     for _ in range(10_000):
         logger.record(SCHEDULER, NEW)
-    logger.beat(0.25)
+    logger.sender.beat(0.25)
     assert [report.step_count for report in agent.reports()] == [vllm.MAX_STEPS]
 
 
 def test_an_interval_without_room_is_sent_with_the_next(agent: Agent, logger: vllm.StatLogger) -> None:
     for number in range(2_000):
-        logger.beat(0.25 * number)
+        logger.sender.beat(0.25 * number)
         logger.record(SCHEDULER, NEW)
     reports = agent.reports()
     assert len(reports) < 1_000, "the agent's end was full"
-    logger.beat(500.0)
+    logger.sender.beat(500.0)
     reports += agent.reports()
     assert sum(report.step_count for report in reports) == 2_000
     assert sum(report.length_s for report in reports) == pytest.approx(500.0)
@@ -135,33 +137,33 @@ def test_an_interval_without_room_is_sent_with_the_next(agent: Agent, logger: vl
 def test_an_agent_that_leaves_and_comes_back(
     agent: Agent, path: Path, logger: vllm.StatLogger, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logger.beat(0.0)
+    logger.sender.beat(0.0)
     agent.packets()
     assert agent.connection is not None
     agent.connection.send(encode(Reply(False, "NO_INSTANCE", "expected a configured instance")))
-    logger.beat(0.25)
+    logger.sender.beat(0.25)
     assert "refuses this engine: expected a configured instance" in caplog.text
     agent.close()
     path.unlink()
-    logger.beat(0.5)
+    logger.sender.beat(0.5)
     logger.record(SCHEDULER, NEW)
-    logger.beat(1.0)
+    logger.sender.beat(1.0)
     with closing(Agent(path)) as again:
-        logger.beat(1.25)
+        logger.sender.beat(1.25)
         with pytest.raises(BlockingIOError):
             again.packets()  # not at once
-        logger.beat(60.0)
+        logger.sender.beat(60.0)
         assert again.packets() == [EngineHello("chat", 1)]
-        logger.beat(60.25)
+        logger.sender.beat(60.25)
         (report,) = again.reports()
     assert (report.step_count, report.length_s) == (0, 0.25), "nothing is kept without an agent"
 
 
 def test_unknown_statistics_count_as_none(agent: Agent, logger: vllm.StatLogger) -> None:
-    logger.beat(0.0)
+    logger.sender.beat(0.0)
     logger.record(object(), object())
     logger.record(SCHEDULER, SimpleNamespace(num_generation_tokens=1))
-    logger.beat(0.25)
+    logger.sender.beat(0.25)
     (report,) = agent.reports()
     assert (report.step_count, report.generation_tokens) == (2, 1)
 
@@ -181,7 +183,7 @@ def test_the_thread_begins_once_the_engine_is_there_and_outlives_impossible_stat
         assert isinstance(decode(packet), EngineReport)
     assert "statistics not sent: ValueError" in caplog.text
     assert thread.is_alive()
-    logger.close()
+    logger.sender.stop()
     thread.join()
 
 

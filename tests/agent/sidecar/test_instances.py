@@ -62,7 +62,8 @@ class Engine:
         self._logger: Any = vllm.StatLogger()
 
     def stop(self) -> None:
-        self._logger._sender._disconnect(0.0)
+        self._logger.sender.stop()
+        self._logger.sender.run()  # ends the connection
 
     async def run(self) -> None:
         scheduler = SimpleNamespace(num_running_reqs=8, num_waiting_reqs=0, kv_cache_usage=0.02)
@@ -82,7 +83,7 @@ class Engine:
                         inter_token_latencies_iter=[itl_s] * 8,
                     ),
                 )
-            self._logger._sender.beat(time.monotonic())
+            self._logger.sender.beat(time.monotonic())
 
 
 @asynccontextmanager

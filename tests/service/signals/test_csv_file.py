@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 
 from perseus.service.domain.signals import SignalKind
 from perseus.service.signals.csv_file import SignalFileError, read_signal_csv
+from tests.published_data import PUBLISHED_DATA
+
+CISO = PUBLISHED_DATA / "carbon" / "ciso-2022.csv"
 
 
 @pytest.fixture
@@ -107,3 +110,11 @@ def test_no_file_raises_anything_else(path: Path, content: bytes) -> None:
     path.write_bytes(b"timestamp,g\n0,1\n" + content)
     with suppress(SignalFileError):
         assert read_signal_csv(path, SignalKind.CARBON, "g").values[0] == 1.0
+
+
+@pytest.mark.skipif(not CISO.exists(), reason=f"published signal not found at {CISO}")
+def test_the_published_year() -> None:
+    signal = read_signal_csv(CISO, SignalKind.CARBON, "avg_CI")
+    assert (len(signal.values), signal.valid_s) == (8757, 3600), "three hours have no value"
+    first_s, hours = signal.hourly(1e11)
+    assert (first_s, len(hours)) == (1_640_995_200, 8760), "the hours of 2022"

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from structlog.testing import capture_logs
 
 from perseus.agent.stream.call import Call
 from perseus.service import server
+from perseus.service.api import outbox
 from perseus.service.shell import coordinator
 from perseus.service.shell import writer as writers
 from perseus.service.shell.job_clock import TOLERANCE_S
@@ -22,11 +24,13 @@ from perseus.v1 import rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest
 from tests.service.grpc_fakes import (
     TIMEOUT_S,
+    Client,
     connected,
     connected_to,
     error_of,
     joined,
     make_settings,
+    refusal,
     running_here,
     sent,
     until,
@@ -71,6 +75,37 @@ async def test_one_stream_stays_of_thirty_simultaneous_hellos_of_one_instance(tm
 async def read_to_the_end(call: Call) -> None:
     while await call.read() is not None:
         pass
+
+
+# A client that buffers no more than this for a reader who doesn't read.
+SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16))
+
+
+async def test_the_stream_of_an_agent_that_never_reads_is_ended_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer waits for the agent, and so does not notice by itself."""
+    monkeypatch.setattr(outbox, "BYTES_LIMIT", 2**13)
+    with capture_logs() as logs:
+        async with (
+            running_here(make_settings(tmp_path)) as (address, _),
+            grpc.aio.insecure_channel(address, options=SMALL_WINDOW) as channel,
+        ):
+            call = Call(Client(channel).agents.Connect())
+            await call.write(hello("agent"))
+            unknown = sent(rank_joined={"job_id": "X" * 256, "rank": {}})
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+                for _ in range(3000):
+                    async with asyncio.timeout(5):  # messages are read no faster than the rate limit
+                        await call.write(unknown)
+
+            async def is_ended() -> bool:
+                return any(line["event"] == "agent stream ended" for line in logs)
+
+            await until(is_ended)
+            # Messages already on their way come before the status.
+            code, reason, _ = await refusal(asyncio.wait_for(read_to_the_end(call), TIMEOUT_S))
+            assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "READER_TOO_SLOW")
 
 
 class Clock:
@@ -192,7 +227,7 @@ async def test_a_slow_store_makes_all_agents_wait(tmp_path: Path, monkeypatch: p
                 acknowledged = max(acknowledged, answer.telemetry_ack.sequence)
 
 
-async def test_an_agent_whose_messages_wait_for_longer_than_the_lease_loses_no_rank(
+async def test_a_rank_is_lost_after_its_lease_unless_its_messages_wait_or_the_process_stood_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     lease_s = 0.5
@@ -218,3 +253,14 @@ async def test_an_agent_whose_messages_wait_for_longer_than_the_lease_loses_no_r
         await agent.iterate()
         assert await client.rank_states() == CONNECTED
         flood.cancel()
+        clock.now_s += 1.4 * lease_s  # to a process that is stopped all time passes at once
+        assert await client.rank_states() == CONNECTED
+        await clock.go_on()  # nor may the next tick let a lease expire
+        assert await client.rank_states() == CONNECTED
+        await agent.end()
+
+        async def are_lost() -> bool:
+            await clock.go_on()
+            return await client.rank_states() == {rank_pb2.RANK_STATE_LOST}
+
+        await until(are_lost)

@@ -70,6 +70,13 @@ break_deadline = break_at(Run, "next_deadline_s", lambda run: run.spec.job_id)
 break_view = break_at(views, "job", lambda run: run.spec.job_id)
 break_action = break_at(OutboxPort, "accept_rank", lambda port, job_id, *_: job_id, is_half_way=False)
 break_offer = break_at(OutboxPort, "offer", lambda port, job_id, *_: job_id, is_half_way=False)
+break_gpu = break_at(views, "lease_on_gpu_s", lambda run, *_: run.spec.job_id)
+
+
+def break_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the messages fail, too, that send a job's ranks to stock after its first fault."""
+    break_action(monkeypatch)
+    break_at(OutboxPort, "refuse_rank", lambda port, job_id, *_: job_id)(monkeypatch)
 
 
 def break_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +107,8 @@ def break_solver(monkeypatch: pytest.MonkeyPatch) -> None:
 async def trigger(client: Client, agent: FakeAgent) -> None:
     """Do everything that may fail for the job; the failing calls are refused."""
     for _ in range(40):
-        if (await client.job()).state == job_pb2.JOB_STATE_STOCK:
+        job, *_ = (await client.ask("ListJobs")).jobs
+        if job.state == job_pb2.JOB_STATE_STOCK:
             return
         for rank in agent.ranks.values():
             rank.begin()
@@ -117,9 +125,11 @@ async def trigger(client: Client, agent: FakeAgent) -> None:
         (FaultyPart.VIEW, break_view),
         (FaultyPart.ACTION, break_action),
         (FaultyPart.ACTION, break_offer),
+        (FaultyPart.ACTION, break_refusal),
         (FaultyPart.STORING, break_record),
         (FaultyPart.SOLVING, break_solver),
     ],
+    ids=["telemetry", "join", "deadline", "view", "acceptance", "offer", "refusal", "record", "solver"],
 )
 async def test_a_fault_quarantines_its_job_until_it_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: FaultyPart, breaking: Any
@@ -178,6 +188,16 @@ async def test_a_fault_quarantines_its_job_until_it_is_resumed(
         ]
         assert quarantined.part == event_pb2.FaultyPart.Value(f"FAULTY_PART_{part.name}")
         assert error in quarantined.error
+
+
+async def test_a_fault_in_the_job_that_was_last_on_its_gpu_keeps_no_rank_from_joining(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await joined(client)
+    break_gpu(monkeypatch)
+    other = await joined(client, "other", job_id="other")
+    assert (other.refused, len(other.accepted)) == ([], 4)
+    assert FaultyPart.MACHINE.value in (await client.job()).state_reason
 
 
 async def test_a_stored_run_that_cannot_be_restored_keeps_no_other_job_from_starting(

@@ -96,6 +96,16 @@ async def test_it_takes_a_free_slot_and_leaves_in_order() -> None:
     assert rows.calls[-3:] == ["depart", "close", "disconnect"]
 
 
+async def test_it_stands_by_and_knows_who_serves() -> None:
+    rows = Rows(Slot(0, "b", 4), Member("b", "b:1"))
+    member = await joined(rows)
+    await once(lambda: bool(member.fleet.slots))
+    assert (member.fleet.served, member.fleet.addresses()) == (None, {0: "b:1"})
+    assert not member.taken.done()
+    await member.leave()
+    assert rows.calls[-2:] == ["depart", "close"]
+
+
 @pytest.mark.parametrize("is_failing", [True, False])
 async def test_it_ends_when_the_lease_is_not_renewed_or_another_has_the_slot(is_failing: bool) -> None:
     rows = Rows(Slot(0, "", 4))

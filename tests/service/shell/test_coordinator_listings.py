@@ -102,6 +102,8 @@ async def test_a_report_comes_in_pages_with_savings(client: Client) -> None:
 
     stock, plan = periods[0], periods[-1]
     assert (stock.state, plan.state) == (job_pb2.JOB_STATE_BASELINE, job_pb2.JOB_STATE_PLANNED)
+    assert (list(stock.plan_versions), len(plan.plan_versions)) == ([0], 1)
+    assert plan.last_iteration == plan.first_iteration + plan.iteration_count - 1
     registered_ns = (await client.job()).create_time.ToNanoseconds()
     times_ns = [moment.ToNanoseconds() for each in periods for moment in (each.start_time, each.end_time)]
     assert [registered_ns, *times_ns] == sorted([registered_ns, *times_ns])

@@ -270,6 +270,14 @@ async def test_after_the_end_a_new_request_begins_a_new_run_and_an_old_one_does_
     assert (await client.job()).state == job_pb2.JOB_STATE_BASELINE
 
 
+async def test_a_retried_baseline_request_is_measured_once(client: Client) -> None:
+    agent = await planned(client)
+    for state in (job_pb2.JOB_STATE_BASELINE, job_pb2.JOB_STATE_PLANNED):
+        answer = await client.ask("MeasureBaseline", job_id="job", request_id="again")
+        assert answer.job.state == state
+        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+
+
 # ---------------------------------------------------------------------- delete, resume
 
 

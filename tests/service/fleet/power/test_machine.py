@@ -411,6 +411,26 @@ def test_gpus_in_no_job_count() -> None:
 JOB_COUNT = 30
 
 
+def test_each_jobs_power_is_looked_up_once_for_all_feeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 0
+    drawn_w = machine_module._Job.drawn_w
+
+    def counting(job: Any) -> Mapping[str, float]:
+        nonlocal count
+        count += 1
+        return drawn_w(job)
+
+    names = ["a", *(f"another-{number}" for number in range(15))]
+    machine = FleetMachine({name: Feed(name) for name in names})
+    limits_w = [BudgetSet(Budget(name, name, 750.0 * JOB_COUNT, 0.0)) for name in names]
+    jobs = [JobChanged(demand(f"job-{number}"), 1.0) for number in range(JOB_COUNT)]
+    machine.handle_all([*limits_w, *jobs, Tick()], 0.0)
+    monkeypatch.setattr(machine_module._Job, "drawn_w", counting)
+    measured_w = {f"job-{number}": {"a": 700.0} for number in range(JOB_COUNT)}
+    machine.handle_all([PowerMeasured(1.0, measured_w, {}), Tick()], 1.0)
+    assert 0 < count <= 2 * JOB_COUNT, "once for each of the two inputs"
+
+
 def test_many_simultaneous_changes_lead_to_one_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handled one by one, each would cost a decision over all jobs."""
     count = 0

@@ -76,6 +76,24 @@ async def test_a_fault_in_the_totals_ends_only_the_totals(
     assert reported["event"].startswith("the ledger's totals can't be added up")
 
 
+async def test_a_restart_counts_nothing_twice_and_leaves_nothing_out(tmp_path: Path) -> None:
+    async with connected(make_settings(tmp_path)) as client:
+        agent = await planned(client)
+        before = (await listed(client)).total
+        await agent.end()
+    async with connected(make_settings(tmp_path, price_per_kwh=0.25)) as client:
+        # Energy used without a price is counted at the price that is configured now.
+        priced = (await listed(client)).total
+        assert not before.HasField("cost")
+        assert priced.cost == pytest.approx(0.25 * before.energy_kwh)
+        agent.use(client)
+        await agent.join()
+        await agent.iterate(3)
+        after = (await listed(client)).total
+        assert after.iteration_count == before.iteration_count + 3
+        assert after.energy_kwh > before.energy_kwh
+
+
 def insert_hours(database: Path, job_ids: list[str]) -> None:
     """Each job runs for an hour more than the one before."""
     with closing(sqlite3.connect(database)) as connection, connection:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import re
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ import grpc
 import pytest
 
 from perseus.certificates import Authority
+from perseus.tls.address import host_and_port
 from perseus.tls.channels import Channels
 from perseus.tls.diagnosis import Shown, diagnose, refusal, trouble
 from perseus.tls.files import Role, TlsFiles
@@ -198,6 +200,30 @@ def test_a_diagnosis_has_a_time_limit(responses: bytes, tmp_path: Path) -> None:
         assert found == ("the server there speaks no TLS, or not gRPC's" if responses else None)
         server.shutdown(socket.SHUT_RDWR)  # which ends the thread's wait
         accepting.join()
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
+async def test_versions_before_tls_1_2_are_refused(tmp_path: Path) -> None:
+    ours = authority(tmp_path)
+    context = ssl.create_default_context(cafile=ours.folder / "ca.pem")
+    context.set_alpn_protocols(["h2"])
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    context.minimum_version = ssl.TLSVersion.TLSv1
+
+    async def version(newest: ssl.TLSVersion) -> str:
+        context.maximum_version = newest
+        place = host_and_port(address)
+        assert place is not None
+        _, writer = await asyncio.open_connection(*place, ssl=context)
+        writer.close()
+        return str(writer.get_extra_info("ssl_object").version())
+
+    async with listening(issue(ours)) as address:
+        assert await version(ssl.TLSVersion.TLSv1_3) == "TLSv1.3"
+        assert await version(ssl.TLSVersion.TLSv1_2) == "TLSv1.2"
+        with pytest.raises((ConnectionResetError, ssl.SSLError)) as refused:
+            await version(ssl.TLSVersion.TLSv1_1)
+    assert "NO_PROTOCOLS" not in str(refused.value), "the client would speak it"
 
 
 # --- The sentences ------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from grpc_status import rpc_status
 from structlog.testing import capture_logs
 
 from perseus.service.domain.messages import problem_to_proto
+from perseus.service.shell.jobs import Jobs
+from perseus.service.shell.ledger import Ledger
 from perseus.v1 import computation_pb2, frontier_pb2, job_service_pb2
 from tests.service.grpc_fakes import (
     TIMEOUT_S,
@@ -29,7 +31,6 @@ from tests.service.grpc_fakes import (
 )
 from tests.service.sites import Site
 from tests.service.solving.problems import large_problem, make_problem
-from tests.service.web.page_server import site as site_with_page
 
 SMALL = problem_to_proto(make_problem())
 LARGE = problem_to_proto(large_problem())
@@ -155,21 +156,36 @@ async def test_a_solves_size_is_limited(tmp_path: Path) -> None:
         assert await refusal(solve(client, LARGE, points=10_000)) == (INVALID, "INVALID_FIELD", values)
 
 
-async def test_solves_and_listings_of_the_ledger_at_once_are_limited(tmp_path: Path) -> None:
-    async with site_with_page(tmp_path, limit_solves=1) as here:
-        quotas = here.coordinator.quotas
+@pytest.mark.parametrize(
+    ("owner", "method", "rpc", "fields"),
+    [
+        (Jobs, "solve", "Solve", {"problem": SMALL, "point_count": 3}),
+        (Ledger, "statement", "ListLedgerEntries", {}),
+    ],
+)
+async def test_solves_and_listings_of_the_ledger_at_once_are_limited(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    method: str,
+    rpc: str,
+    fields: dict[str, Any],
+) -> None:
+    """A call that comes while another is answered is refused; one that comes afterwards is not."""
+    answer, refused = getattr(owner, method), list[tuple[str, str]]()
 
-        def calls() -> dict[str, Any]:
-            return {
-                "solves at once": solve(here.client, SMALL),
-                "ledger listings at once": here.client.ask("ListLedgerEntries"),
-            }
+    async def ask_again(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        reason, values = await outcome(client.ask(rpc, **fields))
+        refused.append((reason, values.get("what", "")))
+        return await answer(*arguments)
 
-        with quotas.solve("anybody"), quotas.listing("anybody"):
-            for what, call in calls().items():
-                code, reason, values = await refusal(call)
-                assert (code, reason, values["what"]) == (EXHAUSTED, "LIMIT_REACHED", what)
-        await asyncio.gather(*calls().values())
+    monkeypatch.setattr(owner, method, ask_again)
+    async with connected(make_settings(tmp_path, limit_solves=1)) as client:
+        await client.ask(rpc, **fields)
+        what = "solves at once" if owner is Jobs else "ledger listings at once"
+        assert refused == [("LIMIT_REACHED", what)]
+        await client.ask(rpc, **fields)
 
 
 async def test_a_fast_sender_is_slowed_down_and_loses_nothing(tmp_path: Path) -> None:

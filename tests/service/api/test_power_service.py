@@ -154,6 +154,7 @@ async def test_invalid_requests_about_budgets_are_refused(tmp_path: Path) -> Non
         ({"budget_id": "\u00e4"}, {"field": "budget_id"}),
         ({"percent": 1001.0, "feed": "hall"}, {"field": "percent", "found": "1001.0"}),
         ({"percent": 50.0}, {"field": "percent", "found": "none"}),
+        ({"ramp_w_per_s": 0.0}, {"field": "ramp_w_per_s"}),
         ({"end_s": 1.0}, {"field": "end_time"}),
         ({"start_s": 4e9, "end_s": 3e9}, {"field": "end_time"}),
         ({"correlation_id": "x" * 257}, {"field": "correlation_id"}),
@@ -204,6 +205,9 @@ async def test_ranks_are_on_the_feed_of_their_hosts(tmp_path: Path) -> None:
         default = await power.feed()
         assert hall.measured_w > 0 == default.measured_w
         assert (hall.limit_w, hall.is_compliant) == (5000.0, True)
+        watching = client.ask("WatchFeeds")
+        assert [(await watching.read()).feed.feed for _ in range(2)] == ["default", "hall"]
+        watching.cancel()
 
         async def is_read() -> bool:
             await agent.send(**reading(agent, hall.managed_w))
@@ -570,6 +574,16 @@ def judging_machines(monkeypatch: pytest.MonkeyPatch) -> list[FleetMachine]:
     return judging
 
 
+async def test_budgets_hold_after_faults_of_the_fleets_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path) as (client, power):
+        await planned(client)
+        judging_machines(monkeypatch)
+        await power.set(limit_w=1.0)
+        assert (await job_once(client, is_held)).state == job_pb2.JOB_STATE_PLANNED
+
+
 @pytest.mark.parametrize(("ramp", "sign"), [("ramp_down_w_per_s", -1), ("ramp_up_w_per_s", 1)])
 async def test_a_power_cap_goes_on_ramping_after_faults_of_the_fleets_machine_and_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ramp: str, sign: int
@@ -577,9 +591,8 @@ async def test_a_power_cap_goes_on_ramping_after_faults_of_the_fleets_machine_an
     feeds = {"hall": {"hosts": ["*"], ramp: RAMP_W_PER_S}}
     async with serving(tmp_path, feeds=feeds) as (client, power):
         await planned(client)
-        await power.set(
-            feed="hall", limit_w=1.0 if sign < 0 else 590.0
-        )  # of the 600 W that its plans may draw
+        limit_w = 1.0 if sign < 0 else 590.0  # of the 600 W that its plans may draw
+        await power.set(feed="hall", limit_w=limit_w)
         if sign > 0:
             assert await power_cap_w(power) == 590.0
             await power.cancel()

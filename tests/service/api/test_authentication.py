@@ -503,3 +503,5 @@ async def test_a_restart_gives_no_tenants_gpus_to_another(
         victim = FakeAgent(nodes, "victim", job_id="b-1")
         await victim.join()
         assert victim.refused == []
+        await thief.join_ranks()
+        assert thief.refused == [], "nor does a claim of this run block another tenant's rank"

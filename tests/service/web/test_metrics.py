@@ -113,6 +113,7 @@ async def test_a_jobs_metrics_agree_with_grpc(tmp_path: Path) -> None:
         assert value(samples, "perseus_store_commit_seconds_count") > 0
         assert value(samples, "perseus_store_size_bytes") > 10_000
         assert value(samples, "perseus_coordinator_serving") == 1
+        assert value(samples, "process_cpu_seconds_total") > 0
         assert value(samples, "perseus_rank_iteration", job_id="job", pipeline="1", stage="0", tensor="0") > 0
 
         ranks = names.RANK_CONNECTED, names.RANK_ITERATION

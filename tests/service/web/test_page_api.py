@@ -6,6 +6,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from google.protobuf import json_format
 
 from perseus.service.domain.errors import InternalError
@@ -139,18 +140,20 @@ async def test_the_pages_files(tmp_path: Path) -> None:
         guarded(tmp_path) as server,
         aiohttp.ClientSession(auto_decompress=False) as session,
     ):
-        plain = {"Accept-Encoding": "identity"}
+        plain, nested = {"Accept-Encoding": "identity"}, "vendor/uplot/uPlot.esm.js"
         page = await ask(session, "GET", server.url, headers=plain)
         assert (page.status, page.headers["Content-Type"]) == (200, "text/html; charset=utf-8")
         assert page.text.startswith("<!doctype html>")
-        script = await ask(session, "GET", f"{server.url}/static/main.js", headers=plain)
+        script = await ask(session, "GET", f"{server.url}/static/{nested}", headers=plain)
         assert script.headers["Content-Type"] == "text/javascript; charset=utf-8"
-        async with session.get(f"{server.url}/static/main.js") as packed:
+        async with session.get(f"{server.url}/static/{nested}") as packed:
             assert packed.headers["Content-Encoding"] == "gzip"
             assert len(await packed.read()) < len(script.text) / 2
-        assert PageFile.of("tiny.css", b"p{}").packed is None
+        request = make_mocked_request("GET", "/", headers={"Accept-Encoding": "gzip"})
+        tiny = PageFile.of("tiny.css", b"p{}").answer(request)
+        assert (tiny.body, "Content-Encoding" in tiny.headers) == (b"p{}", False)
         etag = {"If-None-Match": script.headers["ETag"]}
-        same = await ask(session, "GET", f"{server.url}/static/main.js", headers=etag)
+        same = await ask(session, "GET", f"{server.url}/static/{nested}", headers=etag)
         assert (same.status, same.text) == (304, "")
         for path in ("absent.js", "../app.py", "..%2fapp.py", "view", "%2e%2e/%2e%2e/server.py"):
             async with session.get(f"{server.url}/static/{path}") as absent:

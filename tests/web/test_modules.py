@@ -92,8 +92,12 @@ async def test_values_unknown_for_one_run_are_unknown_for_the_job(page: Page) ->
     other = {**zeros, "energy_kwh": 5.0, "uncompared_energy_kwh": 5.0}
     both = await run(page, "ledger", TOGETHER, [one, other])
     neither = await run(page, "ledger", TOGETHER, [other, other])
+    rated = {**one, "carbon_g": 800.0, "profiling_energy_kwh": 1.0, "straggler_energy_kwh": 3.0}
+    twice = await run(page, "ledger", TOGETHER, [rated, rated])
     assert (both["energy_kwh"], both["saved_energy_kwh"], both["saved_percent"]) == (13.0, 2.0, 20.0)
     assert not {"cost", "saved_cost", "carbon_g", "price_per_kwh"} & set(both)
+    assert (twice["profiling_energy_kwh"], twice["straggler_energy_kwh"]) == (2.0, 6.0)
+    assert (twice["price_per_kwh"], twice["intensity_g_per_kwh"]) == (0.5, 100.0)
     assert neither["uncompared_energy_kwh"] == 10.0
     assert not {"saved_energy_kwh", "saved_percent"} & set(neither)
 

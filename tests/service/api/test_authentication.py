@@ -1,4 +1,4 @@
-"""Who may call which method, and the errors for others; on a coordinator that authenticates everybody."""
+"""Who may call which method, the errors for others, and what one tenant can't take from another."""
 
 import asyncio
 import importlib

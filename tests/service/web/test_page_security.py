@@ -1,4 +1,4 @@
-"""Access to the page's server: logins, their ends, and requests that another site's page makes."""
+"""Access to the page's server: logins, their ends, scrapes, and requests that another site's page makes."""
 
 import asyncio
 import time

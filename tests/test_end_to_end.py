@@ -4,6 +4,7 @@ What plans save, and that they are no slower, is measured by the demo itself and
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,11 +50,13 @@ class Notes:
 async def test_a_job_is_profiled_planned_and_replanned_around_a_straggler(tmp_path: Path) -> None:
     notes = Notes()
     with planned_soon():
-        outcome = await run_scenario(SMALL, Script(1, 1.3, watched_iterations=5), tmp_path, notes)
+        workload = replace(SMALL, evaluation_s=0.2, evaluation_interval=8)
+        outcome = await run_scenario(workload, Script(1, 1.3, watched_iterations=5), tmp_path, notes)
     assert notes.steps == STORY
     assert "https://127.0.0.1:" in notes.lines[0]
     written = json.loads((tmp_path / "summary.json").read_text())
     assert [phase["name"] for phase in written["phases"]] == STORY
+    assert written["evaluations"]["later_count"] > 0
     draw(outcome, tmp_path)
     assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")

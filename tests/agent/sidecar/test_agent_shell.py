@@ -13,7 +13,7 @@ import structlog
 from typer.testing import CliRunner, Result
 
 from perseus.agent import Kind, Probe
-from perseus.agent.clocks import foreign
+from perseus.agent.clocks import foreign, keeper
 from perseus.agent.probe.job_spec import NamedSchedule
 from perseus.agent.sidecar.health_client import FOREIGN_CLOCK, ask_health
 from perseus.agent.sidecar.shell import Agent, run, serving
@@ -77,6 +77,20 @@ async def test_a_rank_from_hello_to_finish_with_a_coordinator_that_restarts(node
         assert node.gpu.sm_clock_mhz() == STOCK_MHZ
     await node.hears("goodbye")
     assert not node.socket.exists()
+
+
+async def test_a_long_gap_between_iterations_passes_at_stock(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_MIN_SILENCE_S", 600.0)  # it does not count as hung
+    async with node.serving():
+        trainer = await node.train()
+        await node.hold(trainer)
+        trainer.goes_on.clear()
+        await node.is_at(STOCK_MHZ)
+        trainer.goes_on.set()
+        await node.is_at(HELD_MHZ)
+        await trainer.stop()
 
 
 def is_planned(request: wire.ConnectRequest) -> bool:

@@ -33,6 +33,7 @@ Start = Callable[..., Awaitable[CoordinatorStub]]
 class Trainer:
     """A training loop on a thread: one forward and one backward per iteration, until stopped.
 
+    It waits after an iteration while `goes_on` is not set.
     `stop_all` stops the loops that a failed test has left.
     """
 
@@ -43,6 +44,8 @@ class Trainer:
         self._job_id = job_id
         self._gpu = gpu
         self._stop = threading.Event()
+        self.goes_on = threading.Event()
+        self.goes_on.set()
         self.finishes = True
         self.is_registered: bool | None = None
         self.iteration_count = 0
@@ -51,7 +54,7 @@ class Trainer:
         self._running.append(self)
 
     async def stop(self) -> None:
-        self._stop.set()
+        self._end()
         await asyncio.to_thread(self._thread.join)
         self._running.remove(self)
 
@@ -60,8 +63,12 @@ class Trainer:
         """Stop all loops before their GPU is removed."""
         while cls._running:
             trainer = cls._running.pop()
-            trainer._stop.set()
+            trainer._end()
             trainer._thread.join()
+
+    def _end(self) -> None:
+        self._stop.set()
+        self.goes_on.set()
 
     def _train(self) -> None:
         probe = connected_probe(self._socket, stop=self._stop, job_id=self._job_id, gpu_uuid=self._gpu.uuid)
@@ -76,6 +83,7 @@ class Trainer:
                     self._gpu.execute(Work(0.02, 0.01, 1.0))
                 time.sleep(0.005)
             self.iteration_count += 1
+            self.goes_on.wait()
         if self.finishes:
             probe.finish()
         probe.close()

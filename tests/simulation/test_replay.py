@@ -84,6 +84,13 @@ def test_a_budget_that_is_cancelled_ends(frontier: Frontier) -> None:
     assert np.isinf(done.limits_w["a"][after]).all()
 
 
+def test_a_budget_below_the_tolerances_is_reported_as_not_kept(frontier: Frontier) -> None:
+    strict = replace(job(frontier), tolerance_percent=1.0)
+    limited = replace(fleet(strict), budgets=[ReplayedBudget(budget(0.8, strict.stock_power_w), 0.0)])
+    message = [status for _, status in replay(limited).statuses if not status.is_compliant]
+    assert message[0].to_pause == ("x",)
+
+
 def test_a_straggler_slows_its_job_and_leaves_it_less_power(frontier: Frontier) -> None:
     slow = replace(job(frontier), stragglers=[Straggler(1, 1.2, 0.5 * HOUR_S, HOUR_S)])
     done = replay(fleet(slow))

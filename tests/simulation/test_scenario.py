@@ -45,6 +45,7 @@ BUDGET = '[[budgets]]\nbudget_id = "b"\nbegin_h = 1\n'
         ("start =", "expected TOML in UTF-8, found"),
         (HEAD, ", jobs: Field required"),
         (HEAD + JOB + "weigth = 2\n", ", jobs.0.weigth: Extra inputs are not permitted, found 2"),
+        (HEAD + JOB + "weight = 0\n", ", jobs.0.weight: Input should be greater than or equal to"),
         (HEAD + JOB.replace('"x"', '"GPT 3"'), ", jobs.0.job_id: expected 1 to 63 of a–z, A–Z"),
         (HEAD + JOB + JOB, "expected each job_id once, found 'x' twice"),
         (HEAD + JOB + BUDGET, ", budgets.0: expected one of limit_w and percent"),

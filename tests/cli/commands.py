@@ -9,8 +9,10 @@ from typer.testing import CliRunner, Result
 from perseus.cli.main import app
 
 
-def perseus(command: str, *more: object, answer: str | None = None, **environment: str) -> Result:
+def perseus(command: str, *more: object, answer: str | None = None, **environment: str | None) -> Result:
     """Run a command line, with more arguments that need no quotes; `answer`: what the user types.
+
+    A variable of the environment that is None is unset.
 
     An error that the command does not anticipate is raised.
     """

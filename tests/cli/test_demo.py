@@ -103,8 +103,6 @@ def test_the_table_comes_before_the_pictures(
 
 
 BUSY = "this machine was too busy"
-
-
 AGAIN = f"warning: {BUSY}. Run it again"
 SLOW = (served(own_w=150.0, ttft_s=0.6), "ttft: expected 99 % in time, found 0.00 %")
 UNPLANNED = (
@@ -140,6 +138,7 @@ def test_only_what_is_not_as_expected_may_be_explained_by_a_busy_machine(
     last = " ".join(result.stderr.splitlines()[-1:])
     assert last.startswith(begin)
     assert outcome[1] in last
+    assert bool(last) is (code != 0)
     assert ("too busy" in result.output) is (code == 75)
 
 

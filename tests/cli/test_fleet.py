@@ -157,6 +157,13 @@ def test_a_command_about_a_job_is_answered_where_that_is_served(coordinators: li
     assert (unknown.exit_code, "did you mean job-1?" in unknown.stderr) == (2, True)
 
 
+def test_a_refusal_that_may_not_be_followed_is_the_error(coordinators: list[FakeCoordinator]) -> None:
+    first, other = coordinators
+    first.addresses[1] = "10.0.0.1:50051"
+    refused = first.perseus(f"jobs show {other.own_jobs[0]}")
+    assert (refused.exit_code, refused.stderr) == (1, f"error: {first.elsewhere(1).details}\n")
+
+
 def test_a_watch_goes_on_at_the_coordinator_that_takes_over(
     coordinators: list[FakeCoordinator], monkeypatch: pytest.MonkeyPatch
 ) -> None:

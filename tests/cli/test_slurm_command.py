@@ -25,7 +25,7 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["prolog", "epilog"])
 def test_outside_of_slurm_the_missing_variable_is_named(name: str, config: Path) -> None:
-    done = perseus(f"slurm {name} --config", config, **{**JOB, "SLURM_JOB_ID": ""})
+    done = perseus(f"slurm {name} --config", config, **{**JOB, "SLURM_JOB_ID": None})
     expected = "SLURM_JOB_ID: expected a number, as slurmd gives its prolog and epilog, found ''"
     assert (done.exit_code, done.stderr) == (2, f"error: {expected}\n")
 

@@ -26,7 +26,7 @@ def two_pipelines(
 
 
 def test_a_phase_has_the_slowest_pipeline_and_all_energies_and_is_compared_with_the_named_one() -> None:
-    rows = [*two_pipelines(1, 0, 1.5, 100.0), *two_pipelines(2, 0, 2.5, 100.0)]
+    rows = [*two_pipelines(1, 0, 1.5, 50.0), *two_pipelines(2, 0, 2.5, 150.0)]
     found = measurements(*rows, *two_pipelines(3, 7, 2.1, 80.0))
     stock = found.close_phase("stock", [1, 2])
     assert (stock.iteration_time_s, stock.energy_j_per_iteration) == (2.0, 200.0)

@@ -176,3 +176,11 @@ def test_an_order_through_another_resource_is_one() -> None:
         Computation(0, Kind.FORWARD, 0),
         Computation(0, Kind.FORWARD, 1),
     )
+
+
+def test_a_long_chain_against_the_order_of_the_file_is_solved() -> None:
+    """As many stages as nodes, each waiting for the one after it in the file."""
+    names = [f"node {k}" for k in range(1000)]
+    edges = dict.fromkeys(pairwise(reversed(names)), 0.0)
+    graph = ComputationGraph({"model": CURVE[:1]}, dict.fromkeys(names, Node("model")), edges)
+    assert solve(graph.pipeline, point_count=3).t_min_s == pytest.approx(1000.0)

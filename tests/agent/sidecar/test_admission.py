@@ -46,9 +46,10 @@ class FakeConnection:
     def __init__(self, uid: int) -> None:
         self.peer = SimpleNamespace(uid=uid, pid=0, pidfd=None, has_ended=False, time_namespace=None)
         self.ends: list[object] = []
+        self.paid_count = 0
 
     async def pay_hello(self) -> None:
-        pass
+        self.paid_count += 1
 
     def end(self, reply: object) -> None:
         self.ends.append(reply)
@@ -84,14 +85,12 @@ async def test_a_hello_that_must_be_refused_is_not_inspected(admitting: Admittin
 
 async def test_a_users_hellos_are_inspected_one_at_a_time(admitting: Admitting) -> None:
     admits, access, roster = admitting
+    connections = [FakeConnection(uid) for uid in (1000, 2000) for _ in range(3)]
     hellos = [
         asyncio.create_task(
-            admits.admit(
-                Hello(Rank(f"job-{uid}", 0, number, 0), f"GPU-{uid}-{number}"), cast(Any, FakeConnection(uid))
-            )
+            admits.admit(Hello(Rank(f"job-{number}", 0, 0, 0), f"GPU-{number}"), cast(Any, connection))
         )
-        for uid in (1000, 2000)
-        for number in range(3)
+        for number, connection in enumerate(connections)
     ]
     for _ in range(20):
         await asyncio.sleep(0)
@@ -100,6 +99,7 @@ async def test_a_users_hellos_are_inspected_one_at_a_time(admitting: Admitting) 
     await asyncio.gather(*hellos)
     assert sorted(access.looked_at) == [1000] * 3 + [2000] * 3
     assert len(roster.trainers) == 6
+    assert [connection.paid_count for connection in connections] == [1] * 6, "and count as data"
 
 
 async def test_a_claim_is_judged_again_after_any_error(monkeypatch: pytest.MonkeyPatch) -> None:

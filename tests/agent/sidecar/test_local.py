@@ -462,6 +462,34 @@ async def test_hellos_are_inspected_no_faster_than_marks_are_read(pair: Pair) ->
     line.close()
 
 
+async def test_a_users_connections_share_the_rate_at_which_marks_are_read(
+    listen: Listen, knock: Knock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packet = encode(WaitMark(Edge.BEGIN, 0, 1)) * 64
+    monkeypatch.setattr(local, "BURST_BYTES", len(packet))
+    monkeypatch.setattr(local, "USER_BYTES_PER_S", 1.0)  # minutes until the next packet is read
+    packet_counts: list[int] = []
+
+    async def count(line: ProbeConnection) -> None:
+        number = len(packet_counts)
+        packet_counts.append(0)
+        while await line.receive():
+            packet_counts[number] += 1
+
+    async def read_of_four() -> int:
+        probe = await knock()
+        for _ in range(4):
+            probe.send(packet)
+        await until(lambda: packet_counts[-1:] > [0], "a packet is read")
+        await asyncio.sleep(0.1)
+        return packet_counts[-1]
+
+    listen(count)
+    assert await read_of_four() == 2, "one packet may overdraw what is left"
+    assert await read_of_four() == 1, "nothing is left for another connection"
+    assert packet_counts == [2, 1]
+
+
 class Readers(ThreadPoolExecutor):
     """The thread that reads large packets; notes what it reads."""
 

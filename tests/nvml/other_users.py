@@ -31,6 +31,7 @@ from perseus.demo.trainer import RankTask
 _REPLY_S = 20.0
 _CONNECTIONS = 300
 _PACKETS_PER_CONNECTION = 20
+_FLOOD_S = 3.0
 
 
 def train(task: str) -> None:
@@ -38,7 +39,7 @@ def train(task: str) -> None:
     trainer.train(RankTask(**json.loads(task)))
 
 
-def attack(path: str, gpu_uuid: str, closed_uuid: str, job_id: str, records: str) -> None:
+def attack(path: str, gpu_uuid: str, closed_uuid: str, own_uuid: str, job_id: str, records: str) -> None:
     """Make all attempts in turn."""
     done = {
         "the GPU that is trained on": claim(path, Hello(Rank("mine", 0, 0, 0), gpu_uuid)),
@@ -47,6 +48,7 @@ def attack(path: str, gpu_uuid: str, closed_uuid: str, job_id: str, records: str
         "another rank of the owner's job": claim(path, Hello(Rank(job_id, 0, 7, 0), "GPU-none")),
         "a rank without Hello": claim(path, Membership("x")),
         "the restore records": lock(records),
+        "marks without a pause on its own GPU": flood(path, own_uuid),
     }
     for line in [connected(path) for _ in range(_CONNECTIONS)]:
         line.close()
@@ -137,6 +139,20 @@ def lock(records: str) -> str:
     except PermissionError:
         return "refused"
     return "held"
+
+
+def flood(path: str, own_uuid: str) -> str:
+    """Mark computations as fast as the agent reads them, and return its answer to the claim."""
+    with connected(path) as line:
+        line.send(encode(Hello(Rank("own", 0, 0, 0), own_uuid)))
+        reply = receive(line)
+        line.settimeout(0.1)
+        ends_s = time.monotonic() + _FLOOD_S
+        while reply.ok and time.monotonic() < ends_s:
+            with contextlib.suppress(TimeoutError):
+                for mark in marks(0):
+                    line.send(encode(mark))
+    return "accepted" if reply.ok else reply.reason
 
 
 def send_malformed(path: str, chance: random.Random) -> bool:

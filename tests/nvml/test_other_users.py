@@ -15,17 +15,17 @@ from tests.processes import agent_pid
 
 pytestmark = [pytest.mark.slow("real processes of several users train, and are attacked"), needs_root]
 
-CLOSED_UUID = "GPU-closed"
+CLOSED_UUID, OPEN_UUID = "GPU-closed", "GPU-open"
 
 
 @pytest.fixture
 def stack(stub_library: Path) -> Iterator[Stack]:
-    """A stack with a user's job; all users may open its GPU, but not the other one."""
+    """A stack with a user's job; all users may open its GPU and an idle one, but not the third."""
     with passable_folder() as folder, Stack(folder / "node", stub_library, trainer_uid=OWNER) as stack:
-        closed = stack.gpu_folder / "gpu-closed"
-        EmulatedGpu.create(closed, MODEL, CLOSED_UUID).close()
-        closed.chmod(0o600)
-        nvml_stub.environment(stub_library, stack.gpu_folder)  # creates its device node
+        for name, uuid, mode in (("gpu-closed", CLOSED_UUID, 0o600), ("gpu-open", OPEN_UUID, 0o666)):
+            EmulatedGpu.create(stack.gpu_folder / name, MODEL, uuid).close()
+            (stack.gpu_folder / name).chmod(mode)
+        nvml_stub.environment(stub_library, stack.gpu_folder)  # creates their device nodes
         yield stack
 
 
@@ -36,7 +36,7 @@ def test_another_user_gets_nothing_and_disturbs_nobody(stack: Stack) -> None:
     stack.start()
     stack.until(stack.is_locked, "a locked clock")
     before = agent_pid(stack.agent)
-    arguments = [str(stack.socket), UUID, CLOSED_UUID, stack.job_id, str(stack.restore_folder)]
+    arguments = [str(stack.socket), UUID, CLOSED_UUID, OPEN_UUID, stack.job_id, str(stack.restore_folder)]
     with start_as(NOBODY, "tests.nvml.other_users", "attack", arguments) as process:
         message, _ = process.communicate()
     assert json.loads(message) == {
@@ -46,6 +46,7 @@ def test_another_user_gets_nothing_and_disturbs_nobody(stack: Stack) -> None:
         "another rank of the owner's job": "JOB_OF_ANOTHER_USER",
         "a rank without Hello": "MALFORMED_PACKET",
         "the restore records": "refused",
+        "marks without a pause on its own GPU": "accepted",
         "malformed packets": "refused",
     }
     assert agent_pid(stack.agent) == before

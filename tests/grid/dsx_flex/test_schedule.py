@@ -51,6 +51,7 @@ def test_at_every_moment_the_lowest_of_each_senders_newest_target_applies(
     history: list[TargetSet],
 ) -> None:
     found = pieces(history, FEEDS)
+    assert all(piece.start_s < piece.end_s for piece in found)
     for feed in FEEDS:
         for half_hour in range(28):
             at_h = half_hour / 2

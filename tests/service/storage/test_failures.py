@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -67,6 +68,15 @@ async def test_a_full_disk_ends_the_store_and_acknowledged_writes_stay(
     shutil.copytree(small_disk, tmp_path / "roomy")
     async with opened(tmp_path / "roomy" / "jobs.db") as store:
         assert len(await store.events("job", 1, 0, 1000)) == count
+
+
+async def test_a_failing_disk_does_not_hide_the_cause(path: Path) -> None:
+    """A limit of SQLite itself replaces a full disk where none can be mounted."""
+    async with opened(path) as store:
+        connection = store._opened.connection.connection.dbapi_connection
+        assert isinstance(connection, sqlite3.Connection)
+        await store._run(lambda: connection.execute("PRAGMA max_page_count = 40"))
+        await write_on(store, "the disk is full")
 
 
 async def test_a_file_that_may_not_grow_ends_the_store_and_acknowledged_writes_stay(path: Path) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +76,9 @@ class RealRun:
         await stub.SetPolicy(request, timeout=STEP_TIMEOUT_S)
         await self.until_newer_plan("a plan within the budget", before)
 
-    async def job(self, job_id: str = "") -> job_pb2.Job:
-        """Return this job as it is now, or another one of the coordinator."""
-        request = job_service_pb2.GetJobRequest(job_id=job_id or self.observer.job_id)
+    async def job(self) -> job_pb2.Job:
+        """Return the job as it is now."""
+        request = job_service_pb2.GetJobRequest(job_id=self.observer.job_id)
         stub = job_service_pb2_grpc.JobServiceStub(self.channel)
         return (await stub.GetJob(request, timeout=STEP_TIMEOUT_S)).job
 
@@ -154,24 +154,13 @@ class RealRun:
 
 
 @asynccontextmanager
-async def real_run(
-    case: Case,
-    folder: Path,
-    *,
-    nodes: Workload | None = None,
-    observing: Collection[int] = (),
-    start_others: Callable[[Cluster, Path], None] = lambda _cluster, _run_dir: None,
-) -> AsyncIterator[RealRun]:
+async def real_run(case: Case, folder: Path) -> AsyncIterator[RealRun]:
     """Train a case under coordinator and agents on loopback; the job finishes with the block, and then all
     GPUs are at stock.
-
-    `nodes`: the agents and their GPUs, a stage for each, if not those of the case. `observing`: agents that
-    never set clocks. `start_others` starts other trainings.
     """
-    async with services(nodes or case.nodes, folder / "logs", observing) as (cluster, run_dir, channel):
+    async with services(case.nodes, folder / "logs") as (cluster, run_dir, channel):
         task = case.under(cluster, run_dir, folder / "attached")
         cluster.start_trainer("trainers", *case.command(task))
-        start_others(cluster, run_dir)
         observer = Observer(channel, task.job_id, Measurements(case.pipeline_count), lambda: None)
         run = RealRun(case, task, cluster, observer, channel)
         async with asyncio.TaskGroup() as group:
@@ -183,13 +172,11 @@ async def real_run(
             )
             for watcher in watchers:
                 watcher.cancel()
-        await until_at_stock(nodes or case.nodes, cluster)
+        await until_at_stock(case.nodes, cluster)
 
 
 @asynccontextmanager
-async def services(
-    nodes: Workload, log_dir: Path, observing: Collection[int] = ()
-) -> AsyncIterator[tuple[Cluster, Path, grpc.aio.Channel]]:
+async def services(nodes: Workload, log_dir: Path) -> AsyncIterator[tuple[Cluster, Path, grpc.aio.Channel]]:
     """Run coordinator and agents; yield them, the folder of the run, and a channel to the coordinator."""
     with (
         tempfile.TemporaryDirectory(prefix="perseus-") as folder,
@@ -198,7 +185,6 @@ async def services(
             Path(folder),
             log_dir,
             guard_tolerance_percent=GUARD_TOLERANCE_PERCENT,
-            observing=observing,
         ) as cluster,
     ):
         address = await asyncio.to_thread(cluster.start_coordinator)

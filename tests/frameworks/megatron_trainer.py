@@ -1,6 +1,7 @@
 """Train a tiny GPT of Megatron-Core on CPUs: `-m …megatron_trainer TASK…`.
 
-Its schedules: "1f1b" and "interleaved" through the schedules seam, "1f1b-timers" through that of the timers.
+Its schedules: "1f1b" and "interleaved" through the schedules seam, "1f1b-timers" through that of the timers,
+"interleaved" with a notebook as in Megatron-LM's own loop.
 The schedule "release" trains nothing: it wraps the loop of a release that has it.
 """
 
@@ -56,11 +57,14 @@ def train(rank: Rank) -> None:
         with pytest.raises(ValueError, match="expected 'schedules', as Megatron-LM's own loop sets"):
             hook(**rank.attach_arguments(training.pipeline, training.stage))
         del sys.modules[LOOP]
-    with rank.attached(hook, training.pipeline, training.stage) as attachment:
-        if task.is_noted:
-            again = hook(**rank.attach_arguments(training.pipeline, training.stage))
-            assert again is attachment, "once for every virtual stage"
-        training.train()
+    if task.schedule == "interleaved" and task.is_noted:
+        training.train_in_loop()
+    else:
+        with rank.attached(hook, training.pipeline, training.stage) as attachment:
+            if task.is_noted:
+                again = hook(**rank.attach_arguments(training.pipeline, training.stage))
+                assert again is attachment, "once for every virtual stage"
+            training.train()
     assert vars(schedules) == untouched
     if task.is_noted:
         training.step(seed=0)  # training still works
@@ -97,6 +101,15 @@ class Training:
                     losses += self.step(seed=-1 - iteration, forward_only=True)
             if losses:
                 self.rank.leave_losses(self.pipeline, losses)
+
+    def train_in_loop(self) -> None:
+        """Train in a stand-in for the module of Megatron-LM's loop."""
+        from perseus.agent.megatron import wrap_training
+
+        sys.modules[LOOP] = loop = ModuleType(LOOP)
+        vars(loop)["train"] = lambda config: self.train()
+        wrap_training(**self.rank.attach_arguments(self.pipeline, self.stage))
+        loop.train(self.config)
 
     def step(self, seed: int, *, forward_only: bool = False) -> list[float]:
         """Run one iteration or evaluation; return its microbatches' losses on the rank that has them."""

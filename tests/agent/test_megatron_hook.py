@@ -144,6 +144,25 @@ def test_arguments_are_found_by_position_or_name() -> None:
     assert marks.calls == [*marked([(True, 5, 0), (False, 5, 0)]), ("register",)]
 
 
+def test_an_iteration_that_fails_is_not_ended_and_the_next_one_is_whole() -> None:
+    errors = [RuntimeError("out of memory")]
+
+    def fail_once(
+        input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, model_type: Any, config: Any
+    ) -> str:
+        if errors:
+            raise errors.pop()
+        return "gradient"
+
+    marks, megatron = attached_schedules(backward_step=fail_once)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        megatron.module.forward_backward_no_pipelining()
+    assert marks.calls[-1] == ("begin", BACKWARD, 0, 0)
+    marks.calls.clear()
+    megatron.module.forward_backward_no_pipelining()
+    assert marks.calls == [*marked(ONE_CHUNK), ("register",)]
+
+
 def test_a_schedule_obtained_before_attaching_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     marks, megatron = attached_schedules()
     with caplog.at_level(logging.WARNING):
@@ -316,6 +335,16 @@ def test_megatron_lms_loop_is_attached_while_it_trains(ends: BaseException | Non
     iteration, finished = marked(ONE_CHUNK), [] if ends else [("finish",)]
     assert marks.calls == [*iteration, ("register",), *iteration, *finished, ("close",)]
     assert vars(megatron.module) == untouched
+
+
+def test_a_loop_that_cannot_be_attached_trains_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    def refused(_config: Any) -> Attachment:
+        raise ValueError("no parallel state")
+
+    loop = Loop(Megatron("0.16", ONE_CHUNK), 2)
+    wrap_train(loop, refused)
+    assert loop.pretrain(SimpleNamespace(timers=None)) == (2, 0)
+    assert caplog.messages == ["not attached, training continues at stock clocks: no parallel state"]
 
 
 def test_a_sharded_model_is_not_marked_and_trains_as_before(caplog: pytest.LogCaptureFixture) -> None:

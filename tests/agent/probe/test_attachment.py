@@ -12,7 +12,7 @@ import pytest
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment, never_raises
 from perseus.agent.probe.marks import UnmarkableError
-from tests.agent.marks_stub import ALONE, OTHER, MarksStub, beside, train
+from tests.agent.marks_stub import ALONE, OTHER, MarksStub, beside, iteration_of, train
 
 
 @pytest.mark.parametrize("failing", ["begin_iteration", "end_iteration", "begin", "end", "register"])
@@ -54,6 +54,18 @@ def test_a_marked_function_keeps_its_arguments_result_and_exceptions(marks: Mark
     ]
     assert noted == [((Kind.FORWARD, 3, 1), (3, ("a", "b"), 2.0))]
     assert marked.__name__ == "compute"
+
+
+def test_an_iteration_that_fails_is_not_ended_and_the_next_one_is_whole(marks: MarksStub) -> None:
+    def run_out() -> None:
+        raise RuntimeError("out of memory")
+
+    attachment = Attachment(ALONE, marks, beside(OTHER))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        attachment.marked_iteration(run_out, lambda: True)()
+    assert marks.calls == [("begin_iteration",)]
+    train(attachment)
+    assert marks.calls[1:] == [*iteration_of((Kind.FORWARD, 0), (Kind.BACKWARD, 0)), ("register",)]
 
 
 @pytest.mark.parametrize("failing", ["identify", "note", "is_training"])

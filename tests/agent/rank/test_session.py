@@ -356,7 +356,8 @@ def test_a_repeatedly_refused_rank_is_announced_less_and_less_often() -> None:
 def test_every_end_resets_the_clock_and_reports_the_reason(
     bench: Bench, event: Event, reason: RankLeftReason
 ) -> None:
-    bench.follow([*HELD, (event, [ResetClock(), Send(rank_left(RANK, reason))])])
+    is_lasting = limit(1000, outlasts_lease=True)
+    bench.follow([*HELD, is_lasting, (event, [ResetClock(), Send(rank_left(RANK, reason))])])
     assert bench.session.has_ended
     for late in (TrainerGone(), Tick(), Connected(LEASE_S), clock_set(1000, 0.0), offer(2, 9, Hold(800))):
         assert bench.do(late) == []

@@ -133,15 +133,26 @@ SCRIPTS: dict[str, Script] = {
         (RankRefused(RANK, "JOB_QUARANTINED", "", MaxClock(800)), [SetClock(800)]),
         (RankRefused(RANK, "JOB_NOT_FOUND", ""), [ResetClock()]),
     ],
+    "another order runs at the maximum clock of its answer": [
+        (RankAccepted(RANK, (F0, F1), MaxClock(1000)), [SetClock(1000)]),
+        (begin(0), []),
+        (begin(F0), []),
+    ],
     "a refusal ends a plan at the maximum clock that comes with it": [
         *UNDER_A_MAX_CLOCK,
         begin(0),
         (RankRefused(RANK, "JOB_QUARANTINED", "", MaxClock(800)), [SetClock(800), in_force(0, 1)]),
     ],
-    "the maximum clock ends with the lease": [
+    "the maximum clock ends with the lease without a plan": [
         limit(1000),
         (After(LEASE_S - 0.1), []),
         (After(0.2), [ResetClock()]),
+    ],
+    "the maximum clock ends with the lease and so does the plan": [
+        *UNDER_A_MAX_CLOCK,
+        begin(0),
+        begin(F0),
+        (After(LEASE_S + 0.1), [ResetClock(), in_force(0, 1)]),
     ],
     "a maximum clock that outlasts the lease keeps the plan with it": [
         limit(1000, outlasts_lease=True),

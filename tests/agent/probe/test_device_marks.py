@@ -189,7 +189,9 @@ def test_the_helper_sends_marks_and_finishing_waits_for_the_device() -> None:
     marks.close()
     names = [mark[0] for mark in probe.calls]
     assert sorted(names[:2]) == ["begin_iteration", "register"]
-    assert [each["stage_layers"] for each in probe.registered] == [[[12]]]
+    assert [(each["stage_work"], each["stage_layers"]) for each in probe.registered] == [
+        (["12 layers"], [[12]])
+    ]
     assert names[2:] == ["begin", "end", "end_iteration", "finish", "close"]
 
 

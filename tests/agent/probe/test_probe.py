@@ -233,6 +233,12 @@ def test_mistakes_about_the_rank_are_refused(tmp_path: Path, mistake: dict[str, 
         connect(tmp_path / "nothing.sock", **mistake)
 
 
+def test_mistakes_about_the_job_are_refused_also_without_an_agent(tmp_path: Path) -> None:
+    probe = connect(tmp_path / "nothing.sock")
+    with pytest.raises(ValueError, match="expected the orders of 4 stages, found 1"):
+        probe.register(pipeline_count=1, stage_count=4, schedule=[[Computation(Kind.FORWARD, 0)]])
+
+
 def test_a_mistake_while_training_does_not_raise(
     agent: AgentStub, probe: Probe, caplog: pytest.LogCaptureFixture
 ) -> None:

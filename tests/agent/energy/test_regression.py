@@ -263,12 +263,9 @@ def test_cumulative_energy(time_s: float, expected_j: float | None) -> None:
 WITH_GAPS = [("forward", 0.006), ("wait", 0.004), ("backward", 0.012), ("wait", 0.004), ("gap", 0.005)]
 
 
-def estimated(
-    program: list[tuple[str, float]], repetitions: int, seed: int, *, iterations_each: int = 1, **more: Any
-) -> EnergyEstimate:
-    """Return the agent's estimate after a program's repetitions."""
-    simulation = simulate(program, seed=seed, iterations=repetitions, **more)
-    made = estimate(simulation.request(iterations_each * repetitions, 1200))
+def estimated(program: list[tuple[str, float]], iterations: int, seed: int, **more: Any) -> EnergyEstimate:
+    """Return the agent's estimate after a program, of which each repetition is an iteration."""
+    made = estimate(simulate(program, seed=seed, iterations=iterations, **more).request(iterations, 1200))
     assert made is not None
     return made
 
@@ -297,12 +294,3 @@ def test_late_marks_do_not_stretch_the_time_of_a_computation() -> None:
         "FORWARD": pytest.approx(0.050, rel=0.005),
         "BACKWARD": pytest.approx(0.100, rel=0.005),
     }
-
-
-def test_a_longer_gap_than_usual_is_unknown() -> None:
-    """It may hold an evaluation, of another power: its windows are left out."""
-    usual, longer = WITH_GAPS * 50, [*WITH_GAPS * 49, *WITH_GAPS[:-1], ("gap", 0.5)]
-    counts = [
-        estimated(program, 5, 0, iterations_each=50).discarded_window_count for program in (usual, longer)
-    ]
-    assert counts[1] >= counts[0] + 5 * 4

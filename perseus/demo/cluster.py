@@ -8,7 +8,6 @@ The agents use the emulated GPUs directly, or through a stand-in for NVML (`pers
 
 import json
 import subprocess
-from collections.abc import Collection
 from pathlib import Path
 from typing import Self
 
@@ -30,7 +29,7 @@ class Cluster:
     `run_dir` holds sockets, GPU files and the database: a short path, since a socket's may have 107 bytes.
     `log_dir` receives each process's output. With `nvml_library`, the agents use that stand-in for NVML.
     `guard_tolerance_percent`: None for the coordinator's own default. `serves_page`: the coordinator serves
-    the live page, and asks no client for a certificate. `observing`: pipelines whose agents never set clocks.
+    the live page, and asks no client for a certificate.
 
     Attributes:
         page_url: where the started coordinator serves the page; empty without it.
@@ -45,7 +44,6 @@ class Cluster:
         nvml_library: Path | None = None,
         guard_tolerance_percent: float | None = None,
         serves_page: bool = False,
-        observing: Collection[int] = (),
     ) -> None:
         self._workload = workload
         self._run_dir = run_dir
@@ -55,7 +53,6 @@ class Cluster:
         self._flags = ["--http=127.0.0.1:0"] if serves_page else []
         if guard_tolerance_percent is not None:
             self._flags.append(f"--guard-tolerance-percent={guard_tolerance_percent}")
-        self._observing = observing
         self.page_url = ""
         self.security = Security(run_dir / "security", has_browsers=serves_page)
         self.coordinator: Coordinator | None = None
@@ -123,8 +120,6 @@ class Cluster:
         else:
             flags += ["--gpu-backend=nvml"]
             environment |= nvml_stub.environment(self._nvml_library, gpu_folder)
-        if pipeline in self._observing:
-            flags.append("--observe")
         log = self._log_dir / f"agent-{pipeline}.log"
         return Agent(log, self.socket(pipeline), coordinator, *flags, environment=environment)
 

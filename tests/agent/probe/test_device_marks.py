@@ -172,26 +172,25 @@ def test_every_mark_is_sent_once_in_order_and_durations_are_exact_but_for_catchi
 def test_the_helper_sends_marks_and_finishing_waits_for_the_device() -> None:
     device, probe, marks = bench([0.0, 1.0, 2.0, 3.0], has_helper=True)
     launch_iteration(marks)
-    marks.register(
-        pipeline_count=1,
-        stage_count=7,
-        tensor_count=1,
-        schedule=[],
-        paths=[],
-        max_slowdown_percent=0,
-        stage_work=["12 layers"],
-        stage_layers=[[12]],
-        waits=False,
-    )
+    job: dict[str, Any] = {
+        "pipeline_count": 1,
+        "stage_count": 7,
+        "tensor_count": 1,
+        "schedule": [[]],
+        "paths": [[(0, 0)]],
+        "max_slowdown_percent": 2,
+        "stage_work": ["12 layers"],
+        "stage_layers": [[12]],
+        "waits": False,
+    }
+    marks.register(**job)
     until(lambda: len(probe.calls) == 2)
     device.now_ms = 3.0
     marks.finish()
     marks.close()
     names = [mark[0] for mark in probe.calls]
     assert sorted(names[:2]) == ["begin_iteration", "register"]
-    assert [(each["stage_work"], each["stage_layers"]) for each in probe.registered] == [
-        (["12 layers"], [[12]])
-    ]
+    assert probe.registered == [job]
     assert names[2:] == ["begin", "end", "end_iteration", "finish", "close"]
 
 

@@ -31,7 +31,6 @@ ALL_PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT /
 GENERATED = ROOT / "docs" / "reference" / "commands.md"
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-SHELLS = {"sh", "console"}
 # Ends of a command: another command, a pipe, a redirection, or a comment.
 END = {"|", ";", "&&", "||", ">", ">>", "<", "&", "2>"}
 

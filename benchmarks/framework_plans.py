@@ -61,10 +61,11 @@ async def _measured(name: str, case: Case) -> tuple[Cell, ...]:
             stock = observer.measurements.close_phase("stock", observer.measurements.at_stock())
             if case.trainer == "replica":
                 await training.set_budget(_BUDGET_PERCENT)
+                await training.planned()
             await observer.collect("plan", _ITERATIONS, STEP_TIMEOUT_S, "stock")
             plan = observer.measurements.phase("plan")
-            frontier = await observer.frontier()
-            (planned_s, *_) = (await training.job()).planned_iteration_time_s
+            job, frontier = await training.planned()
+            (planned_s, *_) = job.planned_iteration_time_s
             point = min(frontier.points, key=lambda each: abs(each.iteration_time_s - planned_s))
     return (
         name,

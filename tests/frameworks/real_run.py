@@ -19,6 +19,7 @@ from perseus.demo.workload import Workload
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.service.api.translate_problems import KIND_FROM_PROTO, problem_from_proto
 from perseus.v1 import (
+    frontier_pb2,
     frontier_service_pb2,
     frontier_service_pb2_grpc,
     job_pb2,
@@ -34,6 +35,8 @@ STEP_TIMEOUT_S = 120.0
 GUARD_TOLERANCE_PERCENT = 10.0
 """Waits between stages depend on the machine, and predictions exclude them: with other work on the machine,
 the guard would withdraw plans."""
+_QUICK_SET_S = 0.015
+"""On a machine so busy that setting a clock takes longer, short computations rightly stay at stock."""
 _POLL_S = 0.1
 
 
@@ -68,13 +71,11 @@ class RealRun:
         )
 
     async def set_budget(self, slowdown_percent: float) -> None:
-        """Permit a slowdown, and wait until its plan is in force."""
+        """Permit a slowdown."""
         policy = job_pb2.OperatingPolicy(max_slowdown_percent=slowdown_percent)
         request = job_service_pb2.SetPolicyRequest(job_id=self.observer.job_id, policy=policy)
-        before = self.observer.in_force_since()
         stub = job_service_pb2_grpc.JobServiceStub(self.channel)
         await stub.SetPolicy(request, timeout=STEP_TIMEOUT_S)
-        await self.until_newer_plan("a plan within the budget", before)
 
     async def job(self) -> job_pb2.Job:
         """Return the job as it is now."""
@@ -88,30 +89,31 @@ class RealRun:
         stages = self.observer.job.spec.schedule.explicit.stages
         return [[(c.kind, c.microbatch, c.chunk) for c in stage.computations] for stage in stages]
 
-    async def planned_job(self) -> job_pb2.Job:
-        """Return the job while a plan is in force on every rank.
+    async def planned(self) -> tuple[job_pb2.Job, frontier_pb2.Frontier]:
+        """Return the job and its frontier of one moment at which its plans are in force on every rank.
 
         The one that was waited for may be withdrawn: on a machine that was busy during stock's measurement,
-        plans are faster than stock, which is then measured again.
+        plans are faster than stock, which is then measured again, and the frontier becomes another one.
         """
         jobs = job_service_pb2_grpc.JobServiceStub(self.channel)
         request = job_service_pb2.ListRanksRequest(job_id=self.observer.job_id)
         async with asyncio.timeout(PLAN_TIMEOUT_S):
             while True:
                 await self.until_planned()
+                frontier = await self.observer.frontier()
                 ranks = (await jobs.ListRanks(request, timeout=STEP_TIMEOUT_S)).ranks
                 job = await self.job()
                 assert len(ranks) == self.task.rank_count
                 assert {rank.state for rank in ranks} == {rank_pb2.RANK_STATE_CONNECTED}
                 are_in_force = all(rank.in_force_version == rank.offered_version > 0 for rank in ranks)
-                if are_in_force and job.planned_iteration_time_s:
-                    return job
+                is_latest = frontier == await self.observer.frontier()
+                if are_in_force and is_latest and job.planned_iteration_time_s:
+                    return job, frontier
                 await asyncio.sleep(_POLL_S)
 
     async def check_plan(self) -> None:
         """Check that everything is measured, and that the fastest plan in force is not slower than stock."""
-        job = await self.planned_job()
-        frontier = await self.observer.frontier()
+        job, frontier = await self.planned()
         problem, fastest = problem_from_proto(frontier.problem), frontier.points[0]
         keys = {(c.stage, c.chunk, c.kind) for c in problem.schedule.computations}
         assert problem.profiles.keys() == keys
@@ -132,9 +134,11 @@ class RealRun:
         assert replayed.iteration_time_s <= 1.0001 * fastest.iteration_time_s
         planned_s, stock_s = job.min_planned_iteration_time_s, job.no_slowdown_time.iteration_time_s
         assert 0.9999 * fastest.iteration_time_s <= planned_s <= 1.0001 * stock_s
-        assert frontier.points[-1].energy_j < 0.95 * frontier.baseline.energy_j
-        if self.case.has_slack:
-            assert late.energy_j < 0.97 * frontier.baseline.energy_j
+        most_j = frontier.baseline.energy_j
+        assert late.energy_j <= 1.0001 * most_j
+        if frontier.set_latency_s < _QUICK_SET_S:
+            assert frontier.points[-1].energy_j < 0.95 * most_j
+            assert late.energy_j < 0.97 * most_j or not self.case.has_slack
 
     async def check_identities(self, expected: Orders) -> None:
         """Check that iterations consisted of the expected computations, in order.

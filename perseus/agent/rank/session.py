@@ -88,7 +88,7 @@ from perseus.agent.rank.recorder import Recorder
 from perseus.retry import Retry
 from perseus.v1 import agent_service_pb2 as wire
 
-_FIRST_REPEAT_S, _MAX_REPEAT_S = 60.0, 3600.0
+FIRST_REPEAT_S, _MAX_REPEAT_S = 60.0, 3600.0
 """Delays between sets of a clock that another client of the driver has changed; the first is at once."""
 
 _MARKS = (ComputationMark, WaitMark, IterationMark)
@@ -120,7 +120,7 @@ class Session:
         self._after_sequence = after_sequence
         self._commands: list[Command] = []
         self._is_packing_allowed = False
-        self._repeats = Retry(_FIRST_REPEAT_S, _MAX_REPEAT_S)
+        self._repeats = Retry(FIRST_REPEAT_S, _MAX_REPEAT_S)
         self._repeat_at_s = 0.0
         self._join = JoinState(is_registered=is_registered)
         self._plans = Plans(rank, gpu, forbidden="the agent only observes" if observe else None)

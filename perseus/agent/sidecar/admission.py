@@ -58,12 +58,14 @@ class Admission:
             return Refused("AGENT_STOPS", "the agent is being stopped")
         if (refused := check_clock(connection.peer, hello.time_ns, time.monotonic_ns())) is not None:
             return refused
-        before = self._roster.trainers.get(hello.rank)
-        if before is not None and before.connection.peer.pid == connection.peer.pid:
-            # It left and came back at once: its last messages and its GPU's reset take a moment.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LEAVE_S):
-                    await before.gone.wait()
+        # Its process may have left and come back at once, also as another rank: its last messages and its
+        # GPU's reset take a moment.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                for before in list(self._roster.trainers.values()):
+                    is_own = before.connection.peer.pid == connection.peer.pid
+                    if is_own and (before.rank == hello.rank or before.claim.gpu_uuid == hello.gpu_uuid):
+                        await before.gone.wait()
         unnamed = User(connection.peer.uid, str(connection.peer.uid))
         if (refused := self._roster.registry.refusal(hello.rank, hello.gpu_uuid, unnamed)) is not None:
             return refused

@@ -220,7 +220,10 @@ class Session:
         self._leave(RankLeftReason.GPU_FAILED, now_s)
 
     def _on_finish(self, now_s: float) -> None:
-        self._leave(RankLeftReason.FINISHED, now_s)
+        self._end(now_s)
+        if not self._join.is_accepted:
+            self._announce()  # with its latest order: a run of that one may have begun, and would wait for it
+        self._commands.append(Send(rank_left(self.rank, RankLeftReason.FINISHED)))
 
     def _on_trainer_gone(self, now_s: float) -> None:
         self._leave(RankLeftReason.TRAINER_GONE, now_s)

@@ -217,6 +217,8 @@ class SlotLink:
 
     def _on_rank_refused(self, refused: RankRefused) -> None:
         rank, reports = refused.rank, self._uplink.reports
+        if rank not in self._roster.trainers:
+            return  # it has left meanwhile: nothing is registered for it
         self._notify(rank, self._uplink.registrar.rank_refused(refused))
         self._roster.registry.answered(rank, is_accepted=False)
         if refused.reason == JOB_NOT_FOUND and reports.has_any(rank):

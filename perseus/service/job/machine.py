@@ -306,12 +306,14 @@ class JobMachine:
     def _on_rank_left(self, event: RankLeft, _now_s: float) -> None:
         self.spec.check_rank(event.rank)
         rank = self.run.ranks[event.rank]
-        if rank.instance_id == event.instance_id and rank.state in LIVE:
-            if event.reason is RankLeftReason.FINISHED:
-                self.run.offers.forget_sent(event.rank)
-                self.run.ranks.finish(event.rank, event.reason.value)
-            else:
-                self._lifecycle.lose([rank], event.reason.value)
+        if rank.instance_id != event.instance_id:
+            return
+        if event.reason is RankLeftReason.FINISHED and rank.state in (*LIVE, RankState.LOST):
+            # A lost one may train on, such as with an order that is not registered yet.
+            self.run.offers.forget_sent(event.rank)
+            self.run.ranks.finish(event.rank, event.reason.value)
+        elif rank.state in LIVE:
+            self._lifecycle.lose([rank], event.reason.value)
 
     def _on_gpu_error_reported(self, event: GpuErrorReported, _now_s: float) -> None:
         self.spec.check_rank(event.rank)

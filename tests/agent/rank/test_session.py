@@ -363,6 +363,12 @@ def test_every_end_resets_the_clock_and_reports_the_reason(
         assert bench.do(late) == []
 
 
+def test_a_rank_that_ends_before_it_is_accepted_with_its_new_order_says_with_which_one(bench: Bench) -> None:
+    left = Send(rank_left(RANK, RankLeftReason.FINISHED))
+    bench.do(Connected(LEASE_S), TrainerSpecified("new work"), REFUSED)
+    assert bench.do(Finish(0)) == [ResetClock(), joined(-1, spec_fingerprint="new work"), left]
+
+
 @pytest.mark.parametrize(
     ("clocks", "found"),
     [(Hold(900), (900,)), (stage(1400, 0, 800, 7), (0, 7))],

@@ -138,7 +138,16 @@ def test_messages_of_a_replaced_agent_are_ignored_and_its_telemetry_is_refused()
     with pytest.raises(RankNotServedError, match="expected a rank of job 'job' that this agent has joined"):
         cluster.handle(cluster.ranks[FIRST].end(0.8))
     assert cluster.handle(PlanInForce(FIRST, "agent-0", EPOCH, 1, 99)) == []
-    assert cluster.handle(RankLeft(FIRST, "agent-0", RankLeftReason.FINISHED)) == []
+    assert cluster.handle(RankLeft(FIRST, "agent-0", RankLeftReason.TRAINER_GONE)) == []
+
+
+def test_a_lost_rank_that_is_done_after_all_is_done() -> None:
+    """As after a change of its order: no longer served with the one before, and not yet with the new one."""
+    cluster = planned()
+    for reason in (RankLeftReason.TRAINER_GONE, RankLeftReason.FINISHED):
+        for rank in cluster.ranks.values():
+            cluster.send(RankLeft(rank.place, rank.instance_id, reason))
+    cluster.expect(JobState.FINISHED)
 
 
 def test_telemetry_of_an_earlier_trainer_does_not_count_for_the_next_one() -> None:

@@ -15,6 +15,7 @@ microbatches, as each stage executes its forwards and its backwards in order, an
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from perseus.agent.link.computation import Computation, Kind
@@ -156,6 +157,7 @@ def mark_engine(attachment: Attachment, engine: Any) -> None:
         else execute
         for instruction, execute in instructions.items()
     }
-    attachment.replace(engine, "_INSTRUCTION_MAP", marked_instructions)
-    train_batch = attachment.marked_iteration(engine.train_batch, is_training)
-    attachment.replace(engine, "train_batch", train_batch)
+    train_batch = partial(attachment.marked_iteration, is_training=is_training)
+    attachment.replace_methods(
+        engine, {"train_batch": train_batch}, {"_INSTRUCTION_MAP": marked_instructions}
+    )

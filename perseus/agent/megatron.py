@@ -31,16 +31,16 @@ Megatron-LM does (`train` and `evaluate` set it), so with `megatron.training` th
 Forward-only iterations are not marked.
 """
 
+import copy
 import importlib
 import inspect
-import logging
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from perseus.agent.link.computation import Kind
-from perseus.agent.probe.attachment import Attachment, never_raises, stands_aside
+from perseus.agent.probe.attachment import Attachment, never_raises, stands_aside, weak_reference
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.collective_waits import refuse_unmarked_waits
 from perseus.agent.probe.exchange import StoreExchange
@@ -48,15 +48,13 @@ from perseus.agent.probe.framework import Argument, check_attributes, find_argum
 from perseus.agent.probe.job_spec import check_job
 from perseus.agent.probe.marks import Connect, UnmarkableError
 from perseus.agent.probe.placement import Placement, gpu_uuid
-from perseus.agent.probe.stage_work import StageWork, stage_work
+from perseus.agent.probe.stage_work import StageWork, stage_work, while_alive
 from perseus.agent.probe.tested_versions import warn_if_untested
 from perseus.agent.probe.torch_marks import connect_marks
 from perseus.agent.probe.unmarked_steps import watch_steps
 
 if TYPE_CHECKING:
     import torch
-
-_log = logging.getLogger("perseus.megatron")
 
 # Megatron-LM's own loop, if present.
 _LOOP = "megatron.training.training"
@@ -163,7 +161,7 @@ def attach(
         placement,
         connect_marks(connect, job_id, placement, device),
         StoreExchange(placement.pipeline, placement.tensor),
-        work=lambda: work_of(config, marked_schedules),
+        work=while_alive(lambda config: work_of(config, marked_schedules), config),
         max_slowdown_percent=max_slowdown_percent,
     )
 
@@ -229,7 +227,6 @@ class OfThisProcess:
                 f"attach: expected job {known[0]!r} and seam {known[1]!r}, which this process has attached, "
                 f"found {job_id!r} and {seam!r}; detach first"
             )
-        _log.info("attached already: job %s", job_id)
         return attachment
 
     @classmethod
@@ -322,17 +319,15 @@ class MarkedSchedules:
         # The microbatch and chunk of each forward whose backward is to come, by the id of its output, which
         # Megatron keeps until then.
         self._awaited: dict[int, tuple[int, int]] = {}
-        # The module of each chunk.
-        self._models: dict[int, Any] = {}
+        # The module of each chunk, which lives no longer than without this.
+        self._models: dict[int, Callable[[], Any]] = {}
         self.microbatch: dict[str, int] = {}
-        self._is_in_iteration = False
         self._is_training = False
-        self._has_warned = False
 
     @property
     def models(self) -> list[Any]:
         """The modules of the chunks that have computed so far."""
-        found = [self._models[chunk] for chunk in sorted(self._models)]
+        found = [self._models[chunk]() for chunk in sorted(self._models)]
         return [model for model in found if model is not None]
 
     def mark(self, attachment: Attachment) -> None:
@@ -355,7 +350,6 @@ class MarkedSchedules:
 
         @wraps(run)
         def marked(*args: Any, **kwargs: Any) -> Any:
-            self._is_in_iteration = True
             self._is_training = bool(attachment.ask(is_training, args, kwargs))
             try:
                 if not self._is_training:
@@ -367,17 +361,16 @@ class MarkedSchedules:
                 attachment.end_iteration()
                 return result
             finally:
-                self._is_in_iteration = self._is_training = False
+                self._is_training = False
 
         return marked
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Kind, int, int] | None:
         if not self._is_training:
-            self._warn_outside()
             return None
         chunk = self._chunk_of(args, kwargs) or 0
         model = self._model_of(args, kwargs)
-        is_new, self._models[chunk] = chunk not in self._models, model
+        is_new, self._models[chunk] = chunk not in self._models, weak_reference(model)
         if model is not None and is_new:  # `attach` has no model
             refuse_unmarked_waits(model, f"chunk {chunk}", is_stage=True, refusal=UnmarkableError)
         return Kind.FORWARD, self._microbatch_of(args, kwargs), chunk
@@ -389,13 +382,6 @@ class MarkedSchedules:
     def _backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Kind, int, int] | None:
         forward = self._awaited.pop(id(self._output_of(args, kwargs)), None)
         return None if forward is None else (Kind.BACKWARD, *forward)
-
-    def _warn_outside(self) -> None:
-        if not self._is_in_iteration and not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "not marked: call get_forward_backward_func() after attach(), found it called before"
-            )
 
 
 class MarkedTimers:
@@ -427,9 +413,9 @@ class MarkedTimers:
         """Pass other attributes on to the previous timers."""
         return getattr(self._timers, name)
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> "MarkedTimers":
-        """Return itself: a configuration may be copied, a connection can't."""
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy of the previous timers: training with a copied configuration is not marked."""
+        return copy.deepcopy(self._timers, memo)
 
     def _begin_iteration(self) -> None:
         self._counts.update(dict.fromkeys(self._counts, 0))

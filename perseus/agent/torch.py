@@ -21,7 +21,9 @@ Models that are trained in data parallel alone have no schedule: `attach_model(m
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from perseus.agent.link.computation import Computation, Kind
@@ -280,11 +282,15 @@ def mark_schedule(
 ) -> None:
     """Put marks around a schedule's training iterations and its stages' computations."""
     for stage, identify_calls in zip(stages, identities, strict=True):
-        for name, identify in identify_calls.items():
-            attachment.replace(stage, name, attachment.marked(getattr(stage, name), identify))
-    # Evaluations are not marked.
-    step = attachment.marked_iteration(schedule.step, lambda: schedule._has_backward)
-    attachment.replace(schedule, "step", step)
+        marked = {name: partial(attachment.marked, identify=each) for name, each in identify_calls.items()}
+        attachment.replace_methods(stage, marked)
+    the_schedule: Callable[[], Any] = weakref.ref(schedule)
+
+    def is_training() -> bool:
+        return bool(the_schedule()._has_backward)  # evaluations are not marked
+
+    step = partial(attachment.marked_iteration, is_training=is_training)
+    attachment.replace_methods(schedule, {"step": step})
 
 
 def identities_of(stages: Sequence[Any]) -> list[dict[str, Identify]]:

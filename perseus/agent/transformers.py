@@ -9,10 +9,12 @@
 The rank is attached from the begin of training to its end, as `attach_model` of `perseus.agent.torch` does
 with the model that the trainer has prepared. If training raises an exception, the rank has failed.
 Transformers calls no callback then, nor does it pass callbacks the model as prepared: so this one takes the
-trainer, as TRL's callbacks do, and wraps its `train`.
+trainer, as TRL's callbacks do, and wraps its `train`. Copies of the trainer train unattached.
 """
 
-from functools import partial, wraps
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from perseus.agent.probe.client import Probe
 from perseus.agent.probe.framework import check_attributes
 from perseus.agent.probe.job_spec import check_job
 from perseus.agent.probe.marks import Connect
+from perseus.agent.probe.own_class import put_own_class
 from perseus.agent.probe.tested_versions import warn_if_untested
 from perseus.agent.torch import attach_model
 
@@ -50,15 +53,16 @@ def attach(
         connect=connect,
         max_slowdown_percent=max_slowdown_percent,
     )
-    log = trainer.log
 
-    @wraps(log)
-    def log_with_saving(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        if any(name in logs for name in _OF_TRAINING):
-            logs.update(attachment.figures())
-        return log(logs, *args, **kwargs)
+    def with_saving(log: Callable[..., Any]) -> Callable[..., Any]:
+        def log_with_saving(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+            if any(name in logs for name in _OF_TRAINING):
+                logs.update(attachment.figures())
+            return log(logs, *args, **kwargs)
 
-    return attachment.put_marks(lambda: attachment.replace(trainer, "log", log_with_saving))
+        return log_with_saving
+
+    return attachment.put_marks(lambda: attachment.replace_methods(trainer, {"log": with_saving}))
 
 
 class PerseusCallback(transformers.TrainerCallback):  # type: ignore[misc]
@@ -80,28 +84,34 @@ class PerseusCallback(transformers.TrainerCallback):  # type: ignore[misc]
         check_job(job_id, max_slowdown_percent)
         check_attributes(trainer, f"trainer {type(trainer).__name__}", "train", "log", "model_wrapped")
         self._attach = partial(
-            stands_aside(attach), trainer,
-            job_id=job_id, connect=connect, max_slowdown_percent=max_slowdown_percent,
-        )  # fmt: skip
+            stands_aside(attach), job_id=job_id, connect=connect, max_slowdown_percent=max_slowdown_percent
+        )
         self._attachment: Attachment | None = None
-        train = trainer.train
+        self._trainer: Callable[[], Any] = weakref.ref(trainer)
 
-        @wraps(train)
-        def attached_train(*args: Any, **kwargs: Any) -> Any:
-            if self not in trainer.callback_handler.callbacks:
-                trainer.add_callback(self)
-            try:
-                return train(*args, **kwargs)
-            except BaseException as error:
-                self._leave(error)
-                raise
+        def attached(train: Callable[..., Any]) -> Callable[..., Any]:
+            def attached_train(*args: Any, **kwargs: Any) -> Any:
+                trainer = self._trainer()
+                if self not in trainer.callback_handler.callbacks:
+                    trainer.add_callback(self)
+                try:
+                    return train(*args, **kwargs)
+                except BaseException as error:
+                    self._leave(error)
+                    raise
 
-        trainer.train = attached_train
+            return attached_train
+
+        put_own_class(trainer, {"train": attached})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what makes a copy of it: a callback that does nothing, as copies of the trainer have it."""
+        return transformers.TrainerCallback, ()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Attach: the model and the optimizer are prepared."""
         self._leave(RuntimeError("training begins again"))  # with another batch size, after lack of memory
-        self._attachment = self._attach()
+        self._attachment = self._attach(self._trainer())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Detach."""

@@ -44,16 +44,16 @@ class Engine:
     """Executes a schedule as DeepSpeed does: by binding the functions in its map."""
 
     def __init__(self) -> None:
-        self.done: list[str] = []
+        self.calls: list[str] = []
 
     def _exec_forward(self, buffer_id: int) -> None:
-        self.done.append(f"F{buffer_id}")
+        self.calls.append(f"F{buffer_id}")
 
     def _exec_backward(self, buffer_id: int) -> None:
-        self.done.append(f"B{buffer_id}")
+        self.calls.append(f"B{buffer_id}")
 
     def _exec_optimizer_step(self, lr_kwargs: object = None) -> None:
-        self.done.append("step")
+        self.calls.append("step")
 
     _INSTRUCTION_MAP: dict[type, Callable[..., Any]] = {  # noqa: RUF012
         ForwardPass: _exec_forward,
@@ -85,7 +85,7 @@ def test_an_engine_works_as_before_and_evaluations_are_not_marked(caplog: pytest
     assert engine.train_batch(data_iter="more") == "loss of more"
     assert marks.calls == [*ITERATION, ("register",), *ITERATION]
     batch = ["F0", "B0", "F0", "B0", "step"]
-    assert engine.done == [*batch, "F1", *batch]
+    assert engine.calls == [*batch, "F1", *batch]
     assert not caplog.records, "the engine's table says the same"
 
 

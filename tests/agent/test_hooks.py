@@ -1,5 +1,8 @@
 """What every framework's hook does, on the stand-ins of the hooks' own tests."""
 
+import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +18,8 @@ from tests.agent.test_deepspeed_hook import Engine
 from tests.agent.test_megatron_hook import ONE_CHUNK, Megatron
 from tests.agent.test_torch_hook import Schedule, Stage
 
-Standing = tuple[Callable[[], object], list[Any], Callable[[Attachment], None]]
-"""An iteration of a stand-in, the objects that its hook changes, and the hook."""
+Standing = tuple[Callable[..., object], list[Any], Callable[[Attachment], None]]
+"""An iteration of a stand-in, or of its copy, the objects that its hook changes, and the hook."""
 
 
 def megatron() -> Standing:
@@ -27,7 +30,11 @@ def megatron() -> Standing:
 
 def deepspeed() -> Standing:
     engine = Engine()
-    return lambda: engine.train_batch("data"), [engine], lambda attachment: mark_engine(attachment, engine)
+
+    def iterate(engine: Engine = engine) -> str:
+        return engine.train_batch("data")
+
+    return iterate, [engine], lambda attachment: mark_engine(attachment, engine)
 
 
 def torch() -> Standing:
@@ -38,7 +45,10 @@ def torch() -> Standing:
     def hook(attachment: Attachment) -> None:
         mark_schedule(attachment, schedule, stages, identities_of(stages))
 
-    return lambda: schedule.step("inputs"), [schedule, stage], hook
+    def iterate(schedule: Schedule = schedule) -> object:
+        return schedule.step("inputs")
+
+    return iterate, [schedule, stage], hook
 
 
 F, B = Kind.FORWARD, Kind.BACKWARD
@@ -65,14 +75,33 @@ def test_every_computation_arrives_under_its_identity(standing: Callable[[], Sta
 def test_detaching_leaves_everything_as_it_was(standing: Callable[[], Standing]) -> None:
     marks = MarksStub()
     iterate, changed, hook = standing()
-    before = [dict(vars(each)) for each in changed]
+    before = [(type(each), dict(vars(each))) for each in changed]
     attachment = attached(marks)
     hook(attachment)
-    assert all(vars(each) != was for each, was in zip(changed, before, strict=True))
+    assert all((type(each), vars(each)) != was for each, was in zip(changed, before, strict=True))
     attachment.detach()
-    assert [vars(each) for each in changed] == before
+    assert [(type(each), dict(vars(each))) for each in changed] == before
     iterate()
     assert marks.calls == [("finish",), ("close",)]
+
+
+@pytest.mark.parametrize("standing", [deepspeed, torch])
+def test_a_copy_trains_itself_unmarked_and_no_cycle_keeps_the_original(
+    standing: Callable[[], Standing],
+) -> None:
+    marks = MarksStub()
+    iterate, changed, hook = standing()
+    hook(attached(marks))
+    copied = copy.deepcopy(changed)
+    iterate(copied[0])
+    assert copied[-1].calls
+    assert (changed[-1].calls, marks.calls) == ([], [])
+    references = [weakref.ref(each) for each in changed]
+    gc.disable()
+    del iterate, changed, hook
+    is_any_alive = any(reference() for reference in references)
+    gc.enable()
+    assert not is_any_alive
 
 
 @pytest.mark.parametrize("failing", ["begin_iteration", "begin", "end", "end_iteration", "register"])

@@ -33,6 +33,7 @@ from perseus.agent.probe.attachment import MAX_UNMARKED_STEPS, Attachment
 from perseus.agent.probe.marks import Marks
 from perseus.agent.torch import attach, attach_model
 from tests.agent.marks_stub import MarksStub
+from tests.frameworks.notebook import Notebook
 
 pytestmark = [
     pytest.mark.slow("compiles and trains with torch"),
@@ -283,12 +284,38 @@ def test_a_model_that_is_deleted_is_not_kept_and_leaves_no_hooks(
         training.attachment = None
     gc.collect()
     assert training.marks.calls[-1] == ("end_iteration",), "the model is alive, and so is its attachment"
+    gc.disable()
     del training.model
+    is_alive = gone() is not None
+    gc.enable()
+    assert is_alive == (wrap is fully_shard), "whose own state and model refer to each other"
     gc.collect()
     assert gone() is None
     assert training.marks.calls[-1] == ("close",), "its GPU returns to stock"
     assert hook_count(training.optimizer) == 0
     training.optimizer.step()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_copies_of_a_trainer_and_of_its_callbacks_train_themselves_unattached(tmp_path: Path) -> None:
+    from tests.frameworks.everyday_trainer import transformers_trainer
+
+    marks = Notebook()
+    trainer, other = (transformers_trainer("ddp", tmp_path, each) for each in (marks.connect, None))
+    copied = copy.deepcopy(trainer)
+    other.callback_handler.callbacks = copy.deepcopy(trainer.callback_handler.callbacks)
+    for each in (copied, other):
+        each.train()
+    assert (len(copied.losses), len(other.losses), trainer.losses, marks.calls) == (8, 8, [], [])
+    trainer.train()
+    assert ("finish",) in marks.calls
+    gone = weakref.ref(trainer)
+    gc.collect()
+    gc.disable()
+    del trainer, each
+    is_alive = gone() is not None
+    gc.enable()
+    assert not is_alive
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -305,8 +332,10 @@ def test_a_schedule_that_is_deleted_leaves_no_hooks_and_is_not_kept(is_kept: boo
     if not is_kept:
         del attachment
     gone = [weakref.ref(schedule), weakref.ref(stage)]
+    gc.disable()
     del schedule, stage
-    gc.collect()
-    assert [each() for each in gone] == [None, None]
+    left = [each() for each in gone]
+    gc.enable()
+    assert left == [None, None]
     assert marks.calls[-1] == ("close",)
     assert len(torch_optimizer._global_optimizer_post_hooks) == before

@@ -1,7 +1,7 @@
 """The common part of all framework hooks: one rank's marks, and the registration of its job.
 
 A framework's module finds the rank's place (`probe.placement`), makes an `Attachment`, and puts marks around
-the framework's functions (`marked_iteration`, `marked`, `replace`), or calls
+the framework's functions (`marked_iteration`, `marked`, `replace_methods`), or calls
 
     begin_iteration ( begin end )* end_iteration
 
@@ -21,7 +21,7 @@ import inspect
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, Self, TypeVar, cast
 
@@ -30,6 +30,7 @@ from perseus.agent.probe.exchange import Exchange, LocalExchange
 from perseus.agent.probe.job_order import JobOrder
 from perseus.agent.probe.job_spec import check_job
 from perseus.agent.probe.marks import Marks, UnmarkableError
+from perseus.agent.probe.own_class import Wrap, put_own_class
 from perseus.agent.probe.placement import Placement
 from perseus.agent.probe.stage_work import StageWork
 
@@ -88,7 +89,7 @@ class Attachment:
         """Set an attribute of an object or a module until `detach`. Keeps neither object nor value alive."""
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
-        find_owner, find_value = _reference(owner), _reference(value)
+        find_owner, find_value = weak_reference(owner), weak_reference(value)
 
         def restore() -> None:
             owner, value = find_owner(), find_value()
@@ -100,6 +101,15 @@ class Attachment:
                 setattr(owner, name, before)
 
         self._restores.append(restore)
+
+    def replace_methods(
+        self, owner: Any, methods: Mapping[str, Wrap], attributes: Mapping[str, Any] | None = None
+    ) -> None:
+        """Replace methods and attributes of one object until `detach`, and not those of its copies."""
+        own = {name: wrap for name, wrap in methods.items() if name not in vars(owner)}
+        self._restores.append(put_own_class(owner, own, attributes)[1])
+        for name in methods.keys() - own.keys():  # replaced by other code, on the object itself
+            self.replace(owner, name, methods[name](getattr(owner, name)))
 
     def put_marks(self, put: Callable[[], None]) -> Self:
         """Call `put`, which installs all marks; undo them all if it fails."""
@@ -291,6 +301,10 @@ class Attachment:
     def __enter__(self) -> Self:
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what makes a copy of it, as of a callback that holds it: that one is attached to nothing."""
+        return _unattached, ()
+
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None:
             self.detach()
@@ -343,7 +357,7 @@ class Attachment:
 _ABSENT = object()
 
 
-def _reference(value: Any) -> Callable[[], Any]:
+def weak_reference(value: Any) -> Callable[[], Any]:
     """Return a weak reference to a value, or a strong one to a value without weak references."""
     try:
         return weakref.ref(value)
@@ -392,4 +406,8 @@ def _unmarked(error: Exception) -> Attachment:
     """Log why a rank is not attached, and return an attachment that marks nothing."""
     trace = None if isinstance(error, ValueError) else error  # which says what is wrong
     _log.error("not attached, training continues at stock clocks: %s", error, exc_info=trace)
+    return _unattached()
+
+
+def _unattached() -> Attachment:
     return Attachment(Placement(0, 1, 0, 1), None, LocalExchange())

@@ -35,8 +35,7 @@ _DDP = "torch.nn.parallel.distributed"
 def mark_waits(attachment: Attachment, groups: Iterable[Any]) -> None:
     """Mark the waits for these groups of parameters until `detach`."""
     for group in groups:
-        for name in _WAITING:
-            attachment.replace(group, name, attachment.waiting(getattr(group, name)))
+        attachment.replace_methods(group, dict.fromkeys(_WAITING, attachment.waiting))
 
 
 def parameter_groups(model: Any) -> Iterator[Any]:

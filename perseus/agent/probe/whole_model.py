@@ -12,22 +12,20 @@ Waiting for other replicas is no computation. DistributedDataParallel waits for 
 that autograd calls at its end; our callback runs before it, as it was registered earlier. So the wait lies
 between the backward and the optimizer's step, within the iteration.
 
-Attributes of a module are copied, pickled, scripted and compiled with it, and so are torch's hooks. So
-nothing is attached to the model: its class is replaced by a subclass that marks its calls. A copy or a pickle
-of it has the original class, and a call that is being compiled is the original one.
+Attributes of a module are scripted and compiled with it, too, and so are torch's hooks. So nothing is hung on
+the model (`probe.own_class`), and a call that is being compiled is the original one.
 
 Standard library only; functions of torch are passed in as `TorchParts`.
 """
 
-import copyreg
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.own_class import put_own_class
 
 _marked_classes: "weakref.WeakSet[type]" = weakref.WeakSet()
 
@@ -68,29 +66,25 @@ class MarkedModel:
 
     def mark(self, model: Any, optimizer: Any) -> None:
         """Mark the model's calls and observe the optimizer's steps, until the attachment is detached."""
-        own = type(model)
-        the_model = weakref.ref(model)  # not the model itself, which would live as long as the attachment
-        marked = _marked_class(own, the_model, self._call, self._parts.is_compiling)
-        # Not by plain assignment: wrapper modules forward attributes.
-        object.__setattr__(model, "__class__", marked)
+        own, the_model, is_compiling = type(model), weakref.ref(model), self._parts.is_compiling
 
-        def restore() -> None:
-            model = the_model()
-            if type(model) is marked:  # otherwise other code has subclassed it since, and it no longer marks
-                object.__setattr__(model, "__class__", own)
+        def call(this: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or this is not the_model():
+                return own.__call__(this, *args, **kwargs)
+            return self._call(this, lambda: own.__call__(this, *args, **kwargs))
 
+        marked, restore = put_own_class(model, {}, {"__call__": call})
+        _marked_classes.add(marked)
         self._attachment.when_detached(restore)
         self._observe_steps(optimizer)
 
     def mark_function(self, owner: Any, name: str, optimizer: Any) -> None:
         """Mark the calls of a function that trains, in place of the model's; otherwise as `mark`."""
-        function = getattr(owner, name)
 
-        @wraps(function)
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            return self._call(None, lambda: function(*args, **kwargs))
+        def marked(function: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **kwargs: self._call(None, lambda: function(*args, **kwargs))
 
-        self._attachment.replace(owner, name, marked)
+        self._attachment.replace_methods(owner, {name: marked})
         self._observe_steps(optimizer)
 
     def _observe_steps(self, optimizer: Any) -> None:
@@ -176,40 +170,3 @@ class MarkedModel:
 def is_marked(model: Any) -> bool:
     """Return whether a model's calls are marked, by an attachment that has not been detached."""
     return type(model) in _marked_classes
-
-
-def _marked_class(
-    own: Any,
-    the_model: Callable[[], Any],
-    marked: Callable[[Any, Callable[[], Any]], Any],
-    is_compiling: Callable[[], bool],
-) -> type:
-    """Return a subclass of a model's class that marks only this model's calls.
-
-    It holds no reference to the model: a class lives until garbage collection, and a model holds process
-    groups.
-    """
-
-    class OfItsOwn(type(own)):  # type: ignore[misc]
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            return own(*args, **kwargs)  # as modules do with their class: such as a slice of a Sequential
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or self is not the_model():
-            return own.__call__(self, *args, **kwargs)
-        return marked(self, lambda: own.__call__(self, *args, **kwargs))
-
-    def reduce(self: Any, protocol: Any) -> Any:
-        reduced = own.__reduce_ex__(self, protocol)
-        if isinstance(reduced, str):
-            return reduced
-        function, arguments, *rest = reduced
-        arguments = tuple(own if each is derived else each for each in arguments)
-        if function is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle refuses another class
-            function, arguments = copyreg._reconstructor, (own, object, None)  # type: ignore[attr-defined]
-        return (own if function is derived else function, arguments, *rest)
-
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-    derived: type = OfItsOwn(own.__name__, (own,), {**names, "__call__": call, "__reduce_ex__": reduce})
-    _marked_classes.add(derived)
-    return derived

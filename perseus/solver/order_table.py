@@ -29,6 +29,8 @@ _COMPLETE = tuple(
     )
 )
 """The kinds that a microbatch needs at every place of its path, except recomputation, as bit sets."""
+_ALONE = tuple(1 << _CODE[kind] for kind in (Kind.FORWARD, Kind.BACKWARD))
+"""Either is enough at the only place of a path: several forwards may have one backward, as in a GAN."""
 
 
 class OrderTable:
@@ -138,7 +140,7 @@ class OrderTable:
 
         Raises:
             ScheduleError: names the place; a microbatch has to pass every place of its path, forward and
-                backward.
+                backward. On a path of one place, where nothing depends on that, it may do either.
         """
         stage_count = len(self.lengths)
         path_of = np.full(len(self._place_rank_of), -1)
@@ -175,12 +177,13 @@ class OrderTable:
         )
         kinds = np.bincount(visit_of, 1 << self._kind[moving]).astype(np.int64)
         needed = kinds & ~(1 << _CODE[Kind.RECOMPUTATION])
-        is_complete = np.isin(needed, _COMPLETE)
+        lengths = np.array([len(path) for path in paths], np.int64)
+        is_alone = np.isin(needed, _ALONE) & (lengths[path_of[visits // width]] == 1)
+        is_complete = np.isin(needed, _COMPLETE) | is_alone
         # A microbatch is complete on its path if it visits every place of the path completely.
         journeys, journey_of = np.unique(
             path_of[visits // width] * width + visits % width, return_inverse=True
         )
-        lengths = np.array([len(path) for path in paths], np.int64)
         complete_counts = np.bincount(journey_of, is_complete, len(journeys))
         bad = np.flatnonzero(complete_counts != lengths[journeys // width])
         if not len(bad):

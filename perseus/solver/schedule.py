@@ -38,8 +38,8 @@ class Schedule:
 
     Raises:
         ScheduleError: a computation is in the wrong stage, twice, or on no path, or lacks one that it needs
-            (a forward without backward, a microbatch that another stage of its path never sees); a path names
-            a missing place; or the orders deadlock (the message names the cycle).
+            (on a path of several places a forward without backward, or a microbatch that another stage never
+            sees); a path names a missing place; or the orders deadlock (the message names the cycle).
     """
 
     orders: tuple[tuple[Computation, ...], ...]

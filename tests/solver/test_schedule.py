@@ -134,7 +134,7 @@ def test_a_deadlock_names_the_cycle(deadlocked: tuple[str, ...], cycle: str) -> 
         (((),), "stage 0: expected at least one computation, found none"),
         ((order(1, "F0 B0"),), "expected computations of stage 0, found stage 1 forward of microbatch 0"),
         (orders("F0 F0 B0"), "stage 0 forward of microbatch 0 stands there twice"),
-        (orders("F0"), "found forward$"),
+        (orders("F0", "F0 B0"), "found forward$"),
         (orders("F0 B0 W0"), "found backward, backward-weight, forward"),
         (orders("F0 I0"), "found backward-input, forward"),
         (orders("F0 B0", "F0 B0 F1 B1"), "stage 0, chunk 0, microbatch 1: .* found nothing"),

@@ -60,6 +60,8 @@ class MarkedModel:
         self._is_in_iteration = False
         self._microbatch = 0
         self._is_in_backward = False
+        # The microbatches that have gone backward in this iteration.
+        self._backward: set[int] = set()
         # Forwards of reentrant checkpoints, whose backward has not begun.
         self._checkpointed: list[int] = []
         self._unmarked_call = ""
@@ -106,6 +108,7 @@ class MarkedModel:
         if not self._is_in_iteration:
             self._is_in_iteration, self._microbatch, self._unmarked_call = True, 0, ""
             self._checkpointed.clear()
+            self._backward.clear()
             self._attachment.begin_iteration()
         microbatch = self._microbatch
         self._microbatch += 1
@@ -152,6 +155,10 @@ class MarkedModel:
         """Begin the backward at the first gradient, of several outputs or of a loss over several forwards."""
         if self._is_in_backward or not self._is_in_iteration:
             return
+        if microbatch in self._backward:  # a second backward of its forward counts as another microbatch's
+            microbatch = self._microbatch
+            self._microbatch += 1
+        self._backward.add(microbatch)
 
         def end() -> None:
             self._is_in_backward = False

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from perseus import solver
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import MAX_UNMARKED_STEPS
 from perseus.agent.probe.whole_model import MarkedModel, TorchParts, is_marked
@@ -122,11 +123,16 @@ def test_accumulated_microbatches_up_to_the_optimizers_step_are_an_iteration(tra
     assert training.marks.calls == [*iteration, ("register",), *iteration]
 
 
-def test_a_loss_of_two_forwards_is_one_backward(training: Training) -> None:
+def test_a_loss_of_two_forwards_and_a_second_backward_are_marked_as_they_come(training: Training) -> None:
+    """As a GAN and a gradient penalty have them; the solver takes such an order of one stage."""
     losses = [training.model("x")["loss"] for _ in range(2)]
     training.engine.backward(*reversed(losses))
+    training.engine.backward(losses[1])
+    training.engine.backward(training.model("x")["loss"])
     training.optimizer.step()
-    assert training.marks.calls[:-1] == iteration_of((F, 0), (F, 1), (B, 1))
+    executed = [(F, 0), (F, 1), (B, 1), (B, 2), (F, 3), (B, 3)]
+    assert training.marks.calls[:-1] == iteration_of(*executed)
+    solver.Schedule((tuple(solver.Computation(0, solver.Kind[kind.name], each) for kind, each in executed),))
 
 
 def test_calls_outside_of_training_are_not_marked(training: Training) -> None:

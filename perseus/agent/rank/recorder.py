@@ -159,7 +159,7 @@ class Recorder:
 
     def follow(self, plan_version: int, clocks_mhz: Clocks) -> None:
         """Switch to another plan, or other clocks of it, from the next iteration on."""
-        self._plan = PlanRecord(clocks_mhz, Sampler(plan_version))
+        self._plan = PlanRecord(clocks_mhz, Sampler(plan_version, clocks_mhz))
 
     def iteration(self, number: int, begin_s: float | None, relative_work: float = 0.0) -> Iteration:
         """Return a new iteration."""

@@ -5,7 +5,7 @@ when they are due. `estimate` regresses the counter's windows (`energy.regressio
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import pairwise
@@ -110,18 +110,23 @@ class FinishedIteration:
 
 @dataclass(frozen=True, slots=True)
 class EstimateRequest:
-    """The input of an energy estimate: at least one regular iteration, and the counter's changes."""
+    """The input of an energy estimate: at least one regular iteration, and the counter's changes.
+
+    `clocks_mhz`: those of the plan; empty if unknown.
+    """
 
     plan_version: int
     iterations: tuple[FinishedIteration, ...]
     changes: tuple[CounterChange, ...]
+    clocks_mhz: frozenset[int | None] = frozenset()
 
 
 class Sampler:
     """The finished iterations under one plan, in the order in which they ran."""
 
-    def __init__(self, plan_version: int) -> None:
+    def __init__(self, plan_version: int, clocks_mhz: Iterable[int | None] = ()) -> None:
         self.plan_version = plan_version
+        self._clocks_mhz = frozenset(clocks_mhz)
         self._iterations: deque[FinishedIteration] = deque()
         self._part_count = 0
         self._iteration_count = 0
@@ -152,7 +157,7 @@ class Sampler:
         self._estimated_count = self._iteration_count
         if not any(iteration.is_regular for iteration in self._iterations):
             return None
-        return EstimateRequest(self.plan_version, tuple(self._iterations), tuple(changes))
+        return EstimateRequest(self.plan_version, tuple(self._iterations), tuple(changes), self._clocks_mhz)
 
     def _forget_oldest(self) -> None:
         self._part_count -= self._iterations.popleft().part_count
@@ -173,7 +178,10 @@ def estimate(request: EstimateRequest) -> EnergyEstimate | None:
     if blocking is not None and blocking.value < _MIN_BLOCKING_W:
         blocking = None  # few windows may yield impossible values
     typical_s = {key: typical_duration_s(some) for key, some in durations_s.items()}
-    determined = [key for key in fit.power_w if isinstance(key, tuple) and typical_s[key].value > 0]
+    at_clock = {key: some for key, some in typical_s.items() if request.clocks_mhz == {key[2]}}
+    if at_clock and None not in request.clocks_mhz:
+        typical_s = at_clock  # until it was set, short computations of an iteration ran at stock
+    determined = [key for key in fit.power_w if key in typical_s and typical_s[key].value > 0]
     undetermined: list[Key] = []
     information: tuple[float, ...] = ()
     information_vector: tuple[float, ...] = ()

@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import cycle, pairwise
 from typing import Any
 
@@ -286,6 +287,20 @@ def test_energies_and_blocking_power_are_right_within_their_stated_errors() -> N
             deviations.append((sample.energy_j - true_j) / sample.energy_se_j)
     assert np.mean(np.abs(deviations) <= 2) >= 0.9
     assert abs(np.mean(deviations)) <= 0.6
+
+
+def test_computations_before_the_plans_clock_was_set_take_no_joint_information_from_the_others() -> None:
+    """Each iteration begins at stock; computations much shorter than a window leave single powers open."""
+    request = simulate(8 * [("forward", 0.004), ("backward", 0.004)], seed=0, iterations=60).request(60, 1200)
+    iterations = tuple(
+        replace(each, computations=(replace(each.computations[0], clock_mhz=None), *each.computations[1:]))
+        for each in request.iterations
+    )
+    made = estimate(replace(request, iterations=iterations, clocks_mhz=frozenset({1200})))
+    assert made is not None
+    found = sorted((each.kind, each.clock_mhz) for each in made.samples + made.undetermined)
+    assert found == [(Kind.FORWARD, 1200), (Kind.BACKWARD, 1200)]
+    assert (len(made.power_information), len(made.power_information_vector)) == (6, 3)
 
 
 def test_late_marks_do_not_stretch_the_time_of_a_computation() -> None:

@@ -27,7 +27,7 @@ from perseus.agent.probe.job_order import table_if_any
 from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.placement import Placement, gpu_uuid
 from perseus.agent.probe.stage_work import StageWork, stage_work, while_alive
-from perseus.agent.probe.tested_versions import warn_if_untested
+from perseus.agent.probe.tested_versions import note_versions
 from perseus.agent.probe.torch_marks import connect_marks
 from perseus.agent.probe.unmarked_steps import watch_steps
 
@@ -72,7 +72,7 @@ def attach(
     import deepspeed
     import torch
 
-    warn_if_untested("deepspeed", str(deepspeed.__version__), str(torch.__version__))
+    note_versions("deepspeed", str(deepspeed.__version__), str(torch.__version__))
     placement = _placement(engine)
     attachment = Attachment(
         placement,

@@ -23,7 +23,7 @@ from perseus.agent.probe.attachment import Attachment, never_raises, stands_asid
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.job_spec import check_job
 from perseus.agent.probe.marks import Connect
-from perseus.agent.probe.tested_versions import warn_if_untested
+from perseus.agent.probe.tested_versions import note_versions
 from perseus.agent.torch import attach_model
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -57,7 +57,7 @@ def attach(
     mesh = getattr(strategy, "device_mesh", None)
     if mesh is not None and (count := mesh["tensor_parallel"].size()) > 1:
         raise ValueError(f"{name}: expected no tensor parallelism, found {count} tensor-parallel ranks")
-    warn_if_untested("lightning", version(_lightning.__name__.partition(".")[0]), str(torch.__version__))
+    note_versions("lightning", version(_lightning.__name__.partition(".")[0]), str(torch.__version__))
     return attach_model(
         strategy.model,
         trainer.optimizers[0],

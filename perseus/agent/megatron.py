@@ -49,7 +49,7 @@ from perseus.agent.probe.job_spec import check_job
 from perseus.agent.probe.marks import Connect, UnmarkableError
 from perseus.agent.probe.placement import Placement, gpu_uuid
 from perseus.agent.probe.stage_work import StageWork, stage_work, while_alive
-from perseus.agent.probe.tested_versions import warn_if_untested
+from perseus.agent.probe.tested_versions import note_versions
 from perseus.agent.probe.torch_marks import connect_marks
 from perseus.agent.probe.unmarked_steps import watch_steps
 
@@ -131,7 +131,7 @@ def attach(
     from megatron.core import __version__, parallel_state
     from megatron.core.pipeline_parallel import schedules
 
-    warn_if_untested("megatron", str(__version__), str(torch.__version__))
+    note_versions("megatron", str(__version__), str(torch.__version__))
     if (there := OfThisProcess.attachment(job_id, seam)) is not None:
         return there
     check_attributes(parallel_state, "megatron.core.parallel_state", *_OF_PARALLEL_STATE)

@@ -36,7 +36,7 @@ from perseus.agent.probe.framework import Argument, check_attributes, find_argum
 from perseus.agent.probe.job_order import table_if_any
 from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.stage_work import StageWork, shapes_of, stage_work, while_alive
-from perseus.agent.probe.tested_versions import warn_if_untested
+from perseus.agent.probe.tested_versions import note_versions
 from perseus.agent.probe.torch_marks import connect_marks
 from perseus.agent.probe.unmarked_steps import watch_steps
 from perseus.agent.probe.whole_model import MarkedModel, TorchParts, is_marked
@@ -95,7 +95,7 @@ def attach(
     from torch import __version__
 
     with places.meeting() as meeting:
-        warn_if_untested("torch", str(__version__), str(__version__))
+        note_versions("torch", str(__version__), str(__version__))
         first = stages_of(schedule)[0]
         if device_mesh is not None:
             placement = places.from_device_mesh(device_mesh, first.device)
@@ -170,7 +170,7 @@ def attach_model(
     import torch
     from torch.utils import _pytree
 
-    warn_if_untested("torch", str(torch.__version__), str(torch.__version__))
+    note_versions("torch", str(torch.__version__), str(torch.__version__))
     _warn_if_accelerate_is_untested(optimizer, str(torch.__version__))
     check_attributes(model, f"model {type(model).__name__}", "forward", "training", "parameters", "modules")
     optimizer = stepping(optimizer)
@@ -242,7 +242,7 @@ def _warn_if_accelerate_is_untested(optimizer: Any, torch_version: str) -> None:
     if type(optimizer).__module__.partition(".")[0] == "accelerate":
         import accelerate
 
-        warn_if_untested("accelerate", str(accelerate.__version__), torch_version)
+        note_versions("accelerate", str(accelerate.__version__), torch_version)
 
 
 def stages_of(schedule: Any) -> list[Any]:

@@ -31,7 +31,7 @@ from perseus.agent.probe.client import Probe
 from perseus.agent.probe.framework import check_attributes
 from perseus.agent.probe.job_spec import check_job
 from perseus.agent.probe.marks import Connect
-from perseus.agent.probe.tested_versions import warn_if_untested
+from perseus.agent.probe.tested_versions import note_versions
 from perseus.agent.torch import attach_at
 
 # torchtitan's numbering of ranks: the last of these dimensions varies fastest.
@@ -61,7 +61,7 @@ def attach(
     from torch import distributed
 
     version = str(getattr(torchtitan, "__version__", "of no version"))
-    warn_if_untested("torchtitan", version, str(torch.__version__))
+    note_versions("torchtitan", version, str(torch.__version__))
     name = f"trainer {type(trainer).__name__}"
     check_attributes(trainer, name, "parallel_dims", "device")
     check_attributes(trainer.parallel_dims, f"{name}: parallel_dims", *_DIMENSIONS)

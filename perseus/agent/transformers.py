@@ -26,7 +26,7 @@ from perseus.agent.probe.framework import check_attributes
 from perseus.agent.probe.job_spec import check_job
 from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.own_class import put_own_class
-from perseus.agent.probe.tested_versions import warn_if_untested
+from perseus.agent.probe.tested_versions import note_versions
 from perseus.agent.torch import attach_model
 
 _OF_TRAINING = ("loss", "train_loss")
@@ -45,7 +45,7 @@ def attach(
         raise ValueError(
             f"trainer: expected one GPU per process, as torchrun gives it, found {count} (DataParallel)"
         )
-    warn_if_untested("transformers", str(transformers.__version__), str(torch.__version__))
+    note_versions("transformers", str(transformers.__version__), str(torch.__version__))
     attachment = attach_model(
         trainer.model_wrapped,
         trainer.optimizer,

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow("trains for real, with the framework"), pytest.ma
 
 # Places where a hook may fail: attaching, following the training, and the stages' common store.
 OF_EACH = (
-    "perseus.agent.{hook}.warn_if_untested",
+    "perseus.agent.{hook}.note_versions",
     "perseus.agent.{hook}.connect_marks",
     "perseus.agent.{hook}.watch_steps",
     "perseus.agent.probe.attachment.Attachment.replace",
@@ -45,12 +45,12 @@ OF_A_MODEL = [
 ]
 OF_SHARDS = [place for place in OF_A_MODEL if ".Probe." not in place]
 OF_TORCHTITAN = (
-    "perseus.agent.torchtitan.warn_if_untested",
+    "perseus.agent.torchtitan.note_versions",
     "perseus.agent.torch.connect_marks",
     *OF_EACH[3:],
 )
 OF_CALLBACKS = (
-    "perseus.agent.{hook}.warn_if_untested",
+    "perseus.agent.{hook}.note_versions",
     "perseus.agent.torch.connect_marks",
     "perseus.agent.probe.attachment.Attachment.replace",
 )

@@ -7,6 +7,7 @@ to a notebook, or with a failure planted in the hook.
 
 import ctypes
 import json
+import logging
 import os
 import pkgutil
 import signal
@@ -127,6 +128,8 @@ def main(train: Callable[[Rank], None], prepare: Callable[[TrainerTask], None] |
 
     `prepare` runs before: its imports happen once for all ranks, and don't delay any of them.
     """
+    logging.basicConfig()
+    logging.getLogger("perseus.attachment").setLevel(logging.DEBUG)  # with differences from tables
     tasks = [TrainerTask(**json.loads(text)) for text in sys.argv[1:]]
     if prepare is not None:
         prepare(tasks[0])

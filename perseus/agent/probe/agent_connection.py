@@ -29,6 +29,7 @@ from perseus.agent.link.packets import (
     decode,
 )
 from perseus.agent.probe.rejoin import Rejoin
+from perseus.agent.probe.tested_versions import untested
 
 _log = logging.getLogger("perseus.probe")
 
@@ -61,6 +62,7 @@ class AgentConnection:
         self.dropped_count = 0
         self.dropped_here_count = 0
         self.saving: Saving | None = None
+        self._has_logged_saving = False
         self._rejoin = Rejoin(path, hello, monotonic_ns()) if sock is None else None
         # The registration or membership packet, once sent, whether the agent answers it, and whether it is in
         # place of an earlier one.
@@ -111,6 +113,8 @@ class AgentConnection:
             _log.warning(
                 "%s: the agent at %s: %s: training continues at stock clocks", rank, path, reply.message
             )
+        else:
+            _log_attached(rank, path)
         sock.setblocking(False)
         return cls(rank, path, hello, sock)
 
@@ -204,7 +208,7 @@ class AgentConnection:
     def close(self) -> None:
         """Close the connection for good."""
         if self._socket is not None and self.dropped_count:
-            _log.warning(
+            _log.debug(
                 "%s: %d marks dropped because the agent's socket was full", self._rank, self.dropped_count
             )
         self._let_go()
@@ -243,7 +247,7 @@ class AgentConnection:
         """Join an agent if there is one, send the membership, read the answer."""
         try:
             if self._rejoin is not None and (sock := self._rejoin.poll(monotonic_ns())) is not None:
-                _log.info("%s: joined the agent at %s", self._rank, self._path)
+                _log_attached(self._rank, self._path)
                 self._rejoin, self._socket, self.send = None, sock, sock.send
                 self.dropped_here_count = 0
                 self._is_unsent = self._membership is not None
@@ -296,13 +300,17 @@ class AgentConnection:
     def _log_notice(self, notice: Reply) -> None:
         if notice.reason == SAVING:
             self.saving = notice.saving
+            if notice.saving is not None and not self._has_logged_saving:
+                self._has_logged_saving = True
+                job_id = self._rank.job_id
+                _log.info("%s: planned: saves %s: perseus jobs show %s", self._rank, notice.saving, job_id)
             return
-        _log.log(logging.INFO if notice.ok else logging.WARNING, "%s: %s", self._rank, notice.message)
+        _log.log(logging.DEBUG if notice.ok else logging.WARNING, "%s: %s", self._rank, notice.message)
 
     def _log_registration(self, reply: Reply) -> None:
         """Log the answer. Ranks with the order before a change may be live."""
         if not reply.ok and self._is_change and reply.reason == _JOB_EXISTS:
-            _log.info(
+            _log.debug(
                 "%s: the job changes once all of its ranks have registered the change: %s",
                 self._rank,
                 reply.message,
@@ -310,7 +318,7 @@ class AgentConnection:
         elif not reply.ok:
             _log.error("%s: job not registered: %s", self._rank, reply.message)
         elif reply.message:
-            _log.info("%s: %s", self._rank, reply.message)
+            _log.warning("%s: training continues at stock clocks: %s", self._rank, reply.message)
 
 
 _connections: "weakref.WeakSet[AgentConnection]" = weakref.WeakSet()
@@ -322,6 +330,11 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _log_attached(rank: Rank, path: str) -> None:
+    note = f"; not tested with {', '.join(untested)}" if untested else ""
+    _log.info("%s: attached to the agent at %s, to be measured and planned%s", rank, path, note)
 
 
 def _discard(_packet: bytes) -> None:

@@ -133,7 +133,6 @@ class Attachment:
         def end() -> None:
             if not may_end():
                 return
-            _log.info("no longer marked: what was attached is gone")
             if (marks := self._leave("what was attached is gone")) is not None:
                 self._close(marks)
 
@@ -296,7 +295,7 @@ class Attachment:
                 marks.finish()
                 marks.close()
             except Exception as error:  # as above
-                _log.warning("leaving the agent: %s", error)
+                _log.debug("leaving the agent: %s", error)
 
     def __enter__(self) -> Self:
         return self
@@ -332,8 +331,7 @@ class Attachment:
             _log.debug("again: %s", error)
             return
         self._has_given_up = True
-        trace = None if isinstance(error, UnmarkableError) else error
-        _log.error("no longer marked, training continues at stock clocks: %s", error, exc_info=trace)
+        _log_cause("no longer marked", error)
         self._report_lost(str(error))
         marks, self._marks = self._marks, None
         if marks is not None:
@@ -351,7 +349,7 @@ class Attachment:
         try:
             marks.close()
         except Exception as error:  # as above
-            _log.warning("leaving the agent: %s", error)
+            _log.debug("leaving the agent: %s", error)
 
 
 _ABSENT = object()
@@ -363,6 +361,15 @@ def weak_reference(value: Any) -> Callable[[], Any]:
         return weakref.ref(value)
     except TypeError:
         return lambda: value
+
+
+def _log_cause(what: str, error: Exception) -> None:
+    """Log in one line why the training stays at stock."""
+    is_ours = not isinstance(error, ValueError | UnmarkableError)
+    cause = str(error) or type(error).__name__
+    level = logging.ERROR if is_ours else logging.WARNING
+    _log.log(level, "%s, training continues at stock clocks: %s", what, cause)
+    _log.debug("the cause", exc_info=error)
 
 
 def never_raises(attach: _Hook) -> _Hook:
@@ -404,8 +411,7 @@ def stands_aside(attach: _Hook) -> _Hook:
 
 def _unmarked(error: Exception) -> Attachment:
     """Log why a rank is not attached, and return an attachment that marks nothing."""
-    trace = None if isinstance(error, ValueError) else error  # which says what is wrong
-    _log.error("not attached, training continues at stock clocks: %s", error, exc_info=trace)
+    _log_cause("not attached", error)
     return _unattached()
 
 

@@ -4,7 +4,7 @@ No schedule needs to be known beforehand: the first iteration is recorded as exe
 posts its order for the others of its pipeline (`probe.exchange`), and polls for theirs then and after each
 later iteration. Once all are there, every rank declares its membership of a job with these orders; the first
 one registers it. A rank without an agent takes part, because it can't know whether the others have one. If
-the framework has its own table, a difference from the executed order is logged; the executed order wins. A
+the framework has its own table, a difference from the executed order is a debug message; that order wins. A
 rank that is no longer marked posts the reason in place of its order, and then its whole pipeline is unmarked;
 so it is if an order is missing for too long.
 
@@ -106,11 +106,15 @@ class JobOrder:
                 self._follow(self._order, marks)
             except Exception as error:  # our own failures must not stop training
                 self._order = self._posted = None
-                _log.warning("changing orders are no longer followed: %s", error)
+                _log.warning(
+                    "changing orders are no longer followed, and run at stock clocks until the training is "
+                    "restarted: %s",
+                    error,
+                )
 
     def _compare_with_table(self, executed: tuple[Computation, ...]) -> None:
         if self._table is not None and (difference := _difference(self._table, executed)):
-            _log.warning(
+            _log.debug(
                 "pipeline %d, stage %d: %s; the executed order counts",
                 self._placement.pipeline,
                 self._placement.stage,
@@ -177,7 +181,7 @@ class JobOrder:
         if change is not None and change.is_new:
             first = (self._placement.pipeline, self._placement.stage, self._placement.tensor) == (0, 0, 0)
             _log.log(
-                logging.WARNING if first else logging.INFO,
+                logging.WARNING if first else logging.DEBUG,
                 "stage %d executes %s: these iterations run at stock clocks until "
                 "the new order is stable and registered",
                 self._placement.stage,
@@ -230,7 +234,7 @@ def table_if_any(make: Callable[[], Sequence[Computation] | None]) -> Sequence[C
     try:
         return make()
     except Exception as error:  # due to an unknown version of the framework
-        _log.info("the executed order is not checked against the framework's: %s", error)
+        _log.debug("the executed order is not checked against the framework's: %s", error)
         return None
 
 

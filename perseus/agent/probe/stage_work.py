@@ -97,5 +97,5 @@ def work_if_known(describe: Callable[[], StageWork]) -> StageWork:
     try:
         return describe()
     except Exception as error:  # due to an unknown model or framework
-        _log.info("the stage's work is unknown: %s", error)
+        _log.debug("the stage's work is unknown: %s", error)
         return StageWork("")

@@ -7,11 +7,8 @@ from it the table in the docs; `make test-frameworks` fails if a version just ru
 Standard library only.
 """
 
-import logging
 import re
 from collections.abc import Sequence
-
-_log = logging.getLogger("perseus.versions")
 
 Run = tuple[str, str, str]
 """A hook, its framework's version, and torch's. A hook is a module below `perseus.agent`, or Accelerate."""
@@ -50,12 +47,12 @@ FRAMEWORKS = {
 met: dict[str, Run] = {}
 """The versions that this process has used, by hook."""
 
+untested: list[str] = []
+"""Those that the tests have not trained with, apart from other patch releases; for the line in the log."""
 
-def warn_if_untested(hook: str, version: str, torch_version: str) -> None:
-    """Warn, once per process, if the hook was not tested with this version of its framework or torch.
 
-    Another patch release of a tested version is logged as information only.
-    """
+def note_versions(hook: str, version: str, torch_version: str) -> None:
+    """Note, once per process, which version of its framework and of torch a hook meets."""
     if hook in met:
         return
     met[hook] = hook, public(version), public(torch_version)
@@ -65,15 +62,8 @@ def warn_if_untested(hook: str, version: str, torch_version: str) -> None:
         (FRAMEWORKS["torch"], met[hook][2]): {run[2] for run in mine},
     }
     for (framework, release), tested in tested_with.items():
-        if release not in tested:
-            is_patch = release_of(release) in map(release_of, tested)
-            _log.log(
-                logging.INFO if is_patch else logging.WARNING,
-                "%s %s: not among its hook's tested versions (%s; docs/frameworks.md); training continues",
-                framework,
-                release,
-                ", ".join(sorted(tested, key=version_key)) or "none",
-            )
+        if release_of(release) not in map(release_of, tested):
+            untested.append(f"{framework} {release}")
 
 
 def public(version: str) -> str:

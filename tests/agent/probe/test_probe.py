@@ -1,6 +1,5 @@
 """The probe's marks and registrations, as an agent receives them."""
 
-import logging
 import math
 import time
 from dataclasses import replace
@@ -94,9 +93,7 @@ def test_a_block_that_raises_has_no_end(agent: AgentStub, probe: Probe) -> None:
     ]
 
 
-def test_a_full_socket_drops_marks_without_waiting(
-    agent: AgentStub, probe: Probe, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_socket_drops_marks_without_waiting(agent: AgentStub, probe: Probe) -> None:
     for _ in range(1000):
         with probe.iteration():
             pass
@@ -109,8 +106,6 @@ def test_a_full_socket_drops_marks_without_waiting(
     assert probe.dropped_mark_count == dropped, "there is room again"
     reported = [mark.dropped_mark_count for mark in agent.marks() if isinstance(mark, IterationMark)]
     assert reported == [0, dropped], "and the agent learns the count at the end"
-    probe.close()
-    assert f"{dropped} marks dropped" in caplog.text
 
 
 def test_a_registration_is_a_job_spec_and_its_refusal_is_logged(
@@ -166,7 +161,6 @@ def test_the_other_ranks_declare_membership_of_the_registered_job(tmp_path: Path
 def test_another_order_is_registered_without_keeping_the_trainer_waiting(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "perseus.probe")
     agent = AgentStub(tmp_path / "agent.sock", [Reply(True), Reply(True)])
     probe = connect(agent.path)
     counts = {"pipeline_count": 1, "stage_count": 2}
@@ -183,16 +177,10 @@ def test_another_order_is_registered_without_keeping_the_trainer_waiting(
     assert second.spec["schedule"]["named"]["microbatchCount"] == 6
     assert second.spec_fingerprint != first.spec_fingerprint
     assert second.request_id != first.request_id
-    assert caplog.messages == []
     agent.connection.send(encode(Reply(False, "JOB_ALREADY_EXISTS", "its schedule differs")))
     with probe.iteration():
         pass
-    (record,) = caplog.records
-    assert record.levelno == logging.INFO
-    assert (
-        "the job changes once all of its ranks have registered the change: its schedule differs"
-        in record.getMessage()
-    )
+    assert caplog.messages == [], "it changes once all of its ranks have registered the change"
     assert probe.is_connected
     probe.close()
     agent.close()

@@ -163,13 +163,6 @@ def test_an_iteration_that_fails_is_not_ended_and_the_next_one_is_whole() -> Non
     assert marks.calls == [*marked(ONE_CHUNK), ("register",)]
 
 
-def test_a_schedule_obtained_before_attaching_is_not_marked() -> None:
-    """What its log says of that, `watch_steps` does."""
-    marks, megatron = attached_schedules()
-    assert megatron.run() == "losses"
-    assert marks.calls == []
-
-
 def test_an_unknown_megatron_is_refused() -> None:
     module = Megatron("0.16", ONE_CHUNK).module
     del module.forward_backward_no_pipelining

@@ -21,7 +21,7 @@ OF_EACH = (
     "perseus.agent.{hook}.note_versions",
     "perseus.agent.{hook}.connect_marks",
     "perseus.agent.{hook}.watch_steps",
-    "perseus.agent.probe.attachment.Attachment.replace",
+    "perseus.agent.probe.attachment.Attachment.replace_methods",
     "perseus.agent.probe.attachment.JobOrder.end_iteration",
 )
 OF_ALL = (
@@ -36,7 +36,7 @@ OF_ALL = (
     "perseus.agent.probe.client.Probe.end_iteration",
 )
 OF_A_MODEL = [
-    *(place for place in OF_ALL if ".StoreExchange." not in place and not place.endswith(".replace")),
+    *(place for place in OF_ALL if ".StoreExchange." not in place and not place.endswith(".replace_methods")),
     "perseus.agent.probe.attachment.Attachment.note_step",
     "perseus.agent.probe.whole_model.MarkedModel.mark",
     "perseus.agent.probe.whole_model.MarkedModel._is_forward",
@@ -44,6 +44,7 @@ OF_A_MODEL = [
     "perseus.agent.probe.whole_model.MarkedModel._begin_backward",
 ]
 OF_SHARDS = [place for place in OF_A_MODEL if ".Probe." not in place]
+OF_MEGATRON = tuple(place.removesuffix("_methods") for place in OF_EACH)  # of a module, not of an object
 OF_TORCHTITAN = (
     "perseus.agent.torchtitan.note_versions",
     "perseus.agent.torch.connect_marks",
@@ -52,7 +53,7 @@ OF_TORCHTITAN = (
 OF_CALLBACKS = (
     "perseus.agent.{hook}.note_versions",
     "perseus.agent.torch.connect_marks",
-    "perseus.agent.probe.attachment.Attachment.replace",
+    "perseus.agent.probe.attachment.Attachment.replace_methods",
 )
 ITERATIONS = 25  # ranks give up waiting for an order after 20
 TWO_STAGES = (1.0, 1.0)
@@ -61,7 +62,7 @@ TRAININGS = {
     "DistributedDataParallel": (Case("replica", "ddp", pipeline_count=2), "torch", OF_A_MODEL),
     "fully_shard": (Case("replica", "fsdp2", pipeline_count=2), "torch", OF_SHARDS),
     "torchtitan": (Case("torchtitan", "1F1B", TWO_STAGES), "torchtitan", OF_TORCHTITAN),
-    "Megatron-Core": (Case("megatron", "1f1b", TWO_STAGES), "megatron", OF_EACH),
+    "Megatron-Core": (Case("megatron", "1f1b", TWO_STAGES), "megatron", OF_MEGATRON),
     "DeepSpeed": (Case("deepspeed", "1f1b", TWO_STAGES), "deepspeed", OF_EACH),
     "Transformers": (Case("everyday", "transformers ddp", pipeline_count=2), "transformers", OF_CALLBACKS),
     "Lightning": (Case("everyday", "lightning ddp", pipeline_count=2), "lightning", OF_CALLBACKS),

@@ -29,6 +29,10 @@ from perseus.agent.probe.framework import check_attributes
 _WAITING = ("pre_forward", "pre_backward", "post_backward", "unshard")
 # Parts of the names of classes that gather parameters in their own way: torch's older FSDP, and Megatron's.
 _WRAPPERS = ("FullyShardedDataParallel", "MegatronFSDP")
+_OLD_FSDP = "torch.distributed.fsdp"
+_INSTEAD = (
+    " (use fully_shard: fsdp_version 2 of Accelerate and Transformers, ModelParallelStrategy of Lightning)"
+)
 _DDP = "torch.nn.parallel.distributed"
 
 
@@ -61,15 +65,16 @@ def refuse_unmarked_waits(
     expected, waits = "DistributedDataParallel, or fully_shard alone", _waits_in_replica(model)
     if is_stage:
         expected, waits = "at most a DistributedDataParallel that is the stage itself", _waits_in_stage(model)
-    for wait in (*_waits_of_modules(model), *waits):
+    for wait in (*_waits_of_modules(model, "" if is_stage else _INSTEAD), *waits):
         raise refusal(f"{where}: expected {expected}, found {wait}, where waiting counts as computing")
 
 
-def _waits_of_modules(model: Any) -> Iterator[str]:
+def _waits_of_modules(model: Any, instead: str) -> Iterator[str]:
     for module in model.modules():
         names = [base.__name__ for base in type(module).__mro__]
         if any(wrapper in name for wrapper in _WRAPPERS for name in names):
-            yield f"{type(module).__name__} of {type(module).__module__}"
+            home = type(module).__module__
+            yield f"{type(module).__name__} of {home}{instead if home.startswith(_OLD_FSDP) else ''}"
         if "SyncBatchNorm" in names and _rank_count(module.process_group) > 1:
             yield "SyncBatchNorm"
         # Of DeepSpeed's engine: from stage 2 on, ranks wait for each other within backwards.

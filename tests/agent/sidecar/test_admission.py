@@ -83,25 +83,6 @@ async def test_a_hello_that_must_be_refused_is_not_inspected(admitting: Admittin
     assert access.looked_at == []
 
 
-async def test_a_hello_waits_for_its_own_process_to_leave_its_gpu_as_another_rank(
-    admitting: Admitting,
-) -> None:
-    admits, access, roster = admitting
-    access.may_go_on.set()
-    leaving = Claim(Rank("before", 0, 1, 0), "GPU-0", User(1000, "owner"), Allowed())
-    before = Trainer(
-        leaving, cast(Any, FakeConnection(1000)), Hello(leaving.rank, leaving.gpu_uuid), problem=None
-    )
-    roster.enter(before)
-    again = asyncio.create_task(
-        admits.admit(Hello(Rank("after", 0, 0, 0), "GPU-0"), cast(Any, FakeConnection(1000)))
-    )
-    await asyncio.sleep(0)
-    roster.leave(before)
-    before.gone.set()
-    assert isinstance(await again, Trainer)
-
-
 async def test_a_users_hellos_are_inspected_one_at_a_time(admitting: Admitting) -> None:
     admits, access, roster = admitting
     connections = [FakeConnection(uid) for uid in (1000, 2000) for _ in range(3)]

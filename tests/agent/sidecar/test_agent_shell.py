@@ -250,8 +250,8 @@ async def test_what_ends_the_agent_is_logged_before_its_end(
 async def test_a_trainer_that_leaves_and_is_back_at_once_is_served(node: Node) -> None:
     def leave_and_return(marks: int) -> list[bool]:
         served = []
-        for _ in range(5):
-            probe = Probe.connect(node.socket, job_id="job", pipeline=0, stage=0, gpu_uuid=UUID)
+        for turn in range(5):  # as the same rank, and as another on the GPU
+            probe = Probe.connect(node.socket, job_id="job", pipeline=0, stage=turn // 2, gpu_uuid=UUID)
             served.append(probe.is_connected)
             for _ in range(marks):
                 with probe.iteration(), probe.computation(Kind.FORWARD, 0):

@@ -1,5 +1,6 @@
 """The hooks' common part: an attached rank's marks, and that no failure of ours raises into training."""
 
+import copy
 import logging
 import math
 from collections.abc import Callable
@@ -176,6 +177,8 @@ def test_detaching_restores_what_was_replaced(marks: MarksStub) -> None:
     attachment.replace(module, "kept", "ours")
     module.kept = "somebody else's"
     assert (framework.step(), module.forward) == ("ours", "ours, twice")
+    train(copy.deepcopy(attachment))  # as a part of what holds it
+    assert marks.calls == []
     attachment.detach()
     assert (framework.step(), module.forward, module.kept) == ("framework's", "module's", "somebody else's")
     assert not vars(framework)

@@ -70,11 +70,7 @@ WRAPPINGS: list[tuple[Callable[[Any], Any], str, str]] = [
     (lambda model: fully_shard(model, mesh=mesh_of_one()), "", ""),
     (replicate_with_fsdp, "", ""),
     (lambda model: nn.Sequential(replicate_with_fsdp(model)), "replicas on 2 ranks", ""),
-    (
-        fsdp1,
-        r"FullyShardedDataParallel of torch[\w.]*,",
-        r"FullyShardedDataParallel of .* \(use fully_shard: ",
-    ),
+    (fsdp1, "FullyShardedDataParallel of torch", r"FullyShardedDataParallel of .* \(use fully_shard: "),
     (DistributedDataParallel, "", ""),
     (lambda model: nn.Sequential(DistributedDataParallel(model)), "DistributedDataParallel", ""),
     (replicate, "replicate", ""),

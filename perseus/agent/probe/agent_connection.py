@@ -238,12 +238,8 @@ class AgentConnection:
                 "%s: the agent refuses: %s: training continues at stock clocks", self._rank, refusal.message
             )
         else:
-            _log.warning(
-                "%s: lost the agent (%s): training continues at stock clocks until one answers at %s",
-                self._rank,
-                error,
-                self._path,
-            )
+            lasting = f"training continues at stock clocks until one answers at {self._path}"
+            _log.warning("%s: lost the agent (%s): %s", self._rank, error, lasting)
         self._disconnect()
         self._is_unsent = self._is_registering = False
         self._rejoin = Rejoin(self._path, self._hello, monotonic_ns())

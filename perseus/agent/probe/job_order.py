@@ -106,11 +106,7 @@ class JobOrder:
                 self._follow(self._order, marks)
             except Exception as error:  # our own failures must not stop training
                 self._order = self._posted = None
-                _log.warning(
-                    "changing orders are no longer followed, and run at stock clocks until the training is "
-                    "restarted: %s",
-                    error,
-                )
+                _log.warning("other orders run at stock clocks until the training is restarted: %s", error)
 
     def _compare_with_table(self, executed: tuple[Computation, ...]) -> None:
         if self._table is not None and (difference := _difference(self._table, executed)):

@@ -75,7 +75,7 @@ final class Client {
     }
 
     private void run() throws Exception {
-        var health = HealthGrpc.newBlockingStub(coordinator).withDeadlineAfter(5, TimeUnit.SECONDS);
+        var health = HealthGrpc.newBlockingStub(coordinator).withDeadlineAfter(60, TimeUnit.SECONDS);
         var request = HealthCheckRequest.newBuilder().setService("perseus.v1.AgentService").build();
         say("serving: " + health.check(request).getStatus());
         say("services: " + String.join(" ", services()));
@@ -133,7 +133,7 @@ final class Client {
     }
 
     private JobServiceGrpc.JobServiceBlockingStub jobs() {
-        return jobs.withDeadlineAfter(5, TimeUnit.SECONDS);
+        return jobs.withDeadlineAfter(60, TimeUnit.SECONDS);
     }
 
     /** Follow the job from after its last event, until its run ends. */
@@ -202,7 +202,7 @@ final class Client {
             public void onCompleted() {}
         });
         requests.onNext(ServerReflectionRequest.newBuilder().setListServices("").build());
-        List<String> found = names.get(5, TimeUnit.SECONDS);
+        List<String> found = names.get(60, TimeUnit.SECONDS);
         requests.onCompleted();
         return found;
     }

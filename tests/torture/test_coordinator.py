@@ -106,6 +106,6 @@ async def test_broken_http_2_ends_its_own_connection_only(
                 writer.close()
                 await client.ask("ListJobs")
             assert not serving.done(), name
-            told = [line for line in logs if line["log_level"] in ("warning", "error")]
-            assert [line for line in told if "stood still" not in line["event"]] == [], name
+            logged = [line for line in logs if line["log_level"] in ("warning", "error")]
+            assert [line for line in logged if "stood still" not in line["event"]] == [], name
             assert caplog.records == [], name

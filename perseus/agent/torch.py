@@ -171,7 +171,7 @@ def attach_model(
     from torch.utils import _pytree
 
     note_versions("torch", str(torch.__version__), str(torch.__version__))
-    _warn_if_accelerate_is_untested(optimizer, str(torch.__version__))
+    _note_accelerate(optimizer, str(torch.__version__))
     check_attributes(model, f"model {type(model).__name__}", "forward", "training", "parameters", "modules")
     optimizer = stepping(optimizer)
     check_attributes(optimizer, f"optimizer {type(optimizer).__name__}", "register_step_post_hook")
@@ -238,7 +238,7 @@ def stepping(optimizer: Any) -> Any:
     return optimizer
 
 
-def _warn_if_accelerate_is_untested(optimizer: Any, torch_version: str) -> None:
+def _note_accelerate(optimizer: Any, torch_version: str) -> None:
     if type(optimizer).__module__.partition(".")[0] == "accelerate":
         import accelerate
 

@@ -170,7 +170,7 @@ def configuration(cluster: Cluster, logs: Path, rules: Path) -> dict[str, Any]:
 def test_everything_returns_data_and_alerts_fire_and_resolve(cluster: Cluster, tmp_path: Path) -> None:
     # Sooner than an operator wants an alert; promtool has tested the real delay.
     rules = tmp_path / "rules.yml"
-    rules.write_text(re.sub(r"for: \w+", "for: 1s", RULES.read_text()).replace("[15m]", "[30s]"))
+    rules.write_text(re.sub(r"for: \w+", "for: 1s", RULES.read_text()))
     cluster.start_agents(cluster.start_coordinator())
     cluster.start_trainers()
     with Prometheus(tmp_path, configuration(cluster, tmp_path / "logs", rules)) as prometheus:
@@ -205,13 +205,6 @@ def test_everything_returns_data_and_alerts_fire_and_resolve(cluster: Cluster, t
 
         cluster.degrade(1, 1.0)
         prometheus.await_alert("PerseusStraggler", fires=False)
-
-        # If all of them are slow, none is a straggler: the plans' predictions are violated.
-        prometheus.until(is_planned, "the job is planned still")
-        for pipeline in range(WORKLOAD.pipeline_count):
-            cluster.degrade(pipeline, 1.6)
-        prometheus.await_alert("PerseusPredictionViolated", fires=True)
-        prometheus.await_alert("PerseusPredictionViolated", fires=False)
         cluster.stop_training()
     cluster.stop_services()
 

@@ -102,7 +102,10 @@ class PerseusCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
             return attached_train
 
-        put_own_class(trainer, {"train": attached})
+        if "train" in vars(trainer):  # replaced by other code, on the object itself
+            trainer.train = attached(trainer.train)
+        else:
+            put_own_class(trainer, {"train": attached})
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what makes a copy of it: a callback that does nothing, as copies of the trainer have it."""

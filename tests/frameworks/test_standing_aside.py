@@ -29,29 +29,33 @@ def test_lightning_trains_on_what_the_callback_cannot_attach(caplog: pytest.LogC
     assert "expected automatic optimization, found manual" in message
 
 
-def trainer_of(n_gpu: int) -> Any:
+class Trainer:
     """A stand-in for Transformers' trainer, on so many GPUs, which trains nothing."""
-    callbacks: list[Any] = []
 
-    def train() -> str:
-        for callback in callbacks:
+    log = model_wrapped = None
+
+    def __init__(self, n_gpu: int) -> None:
+        self.args = SimpleNamespace(n_gpu=n_gpu)
+        self.callback_handler = SimpleNamespace(callbacks=list[Any]())
+
+    def add_callback(self, callback: Any) -> None:
+        self.callback_handler.callbacks.append(callback)
+
+    def train(self) -> str:
+        for callback in self.callback_handler.callbacks:
             callback.on_train_begin(None, None, None)
             callback.on_train_end(None, None, None)
         return "trained"
 
-    return SimpleNamespace(
-        args=SimpleNamespace(n_gpu=n_gpu),
-        callback_handler=SimpleNamespace(callbacks=callbacks),
-        add_callback=callbacks.append,
-        train=train,
-        log=None,
-        model_wrapped=None,
-    )
 
-
-def test_transformers_trains_on_what_the_callback_cannot_attach(caplog: pytest.LogCaptureFixture) -> None:
-    """Also without `add_callback`, which the callback then calls by itself."""
-    trainer = trainer_of(n_gpu=2)
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_transformers_trains_on_what_the_callback_cannot_attach(
+    caplog: pytest.LogCaptureFixture, *, is_replaced: bool
+) -> None:
+    """Also without `add_callback`, which the callback then calls, and where others have replaced `train`."""
+    trainer: Any = Trainer(n_gpu=2)
+    if is_replaced:
+        trainer.train = trainer.train
     transformers_hook.PerseusCallback(trainer, job_id="gpt")
     assert trainer.train() == "trained"
     (message,) = caplog.messages
@@ -68,4 +72,4 @@ def test_mistakes_in_the_callback_s_own_line_are_refused_there(
     with pytest.raises(ValueError, match=what):
         lightning_hook.PerseusCallback(job_id=job_id, max_slowdown_percent=percent)
     with pytest.raises(ValueError, match=what):
-        transformers_hook.PerseusCallback(trainer_of(1), job_id=job_id, max_slowdown_percent=percent)
+        transformers_hook.PerseusCallback(Trainer(1), job_id=job_id, max_slowdown_percent=percent)

@@ -138,7 +138,8 @@ def test_messages_of_a_replaced_agent_are_ignored_and_its_telemetry_is_refused()
     with pytest.raises(RankNotServedError, match="expected a rank of job 'job' that this agent has joined"):
         cluster.handle(cluster.ranks[FIRST].end(0.8))
     assert cluster.handle(PlanInForce(FIRST, "agent-0", EPOCH, 1, 99)) == []
-    assert cluster.handle(RankLeft(FIRST, "agent-0", RankLeftReason.TRAINER_GONE)) == []
+    for agent, reason in (("agent-0", RankLeftReason.TRAINER_GONE), ("agent-9", RankLeftReason.FINISHED)):
+        assert cluster.handle(RankLeft(FIRST, agent, reason)) == []
 
 
 def test_a_lost_rank_that_is_done_after_all_is_done() -> None:

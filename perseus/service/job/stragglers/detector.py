@@ -196,6 +196,9 @@ class StragglerDetector:
         self._row = (self._row + 1) % _REMEMBERED
         self._recent[self._row] = slowness
         changed = dict(self._find_changes(spans, slowness))
+        # How many others there are is known once all stragglers are.
+        for pipeline in changed.keys() & self._known.keys():
+            self._known[pipeline].waited = self._sure(self._known[pipeline].measured)
         for pipeline, known in self._known.items():
             if pipeline not in changed and not math.isnan(slowness[pipeline]):
                 known.measured.add(float(slowness[pipeline]))
@@ -226,7 +229,7 @@ class StragglerDetector:
             if self._is_slow(measured, is_known=known is not None):
                 if known is None or abs(measured.mean - known.measured.mean) >= GAP:
                     self._set_level(pipeline, max(MIN_LEVEL, measured.mean))
-                    self._known[pipeline] = _Known(measured, self._sure(measured))
+                    self._known[pipeline] = _Known(measured, waited=0.0)
                     yield pipeline, measured.count
                 else:
                     self._test.set_level(pipeline, level)
@@ -276,14 +279,15 @@ class StragglerDetector:
 
         A mean of many iterations may also show that there is no slowness.
         """
-        for pipeline, known in list(self._known.items()):
-            if known.measured.count.bit_count() > 1:  # only each time the count has doubled
-                continue
-            if known.measured.count >= _MIN_COUNT_TO_LOWER and not self._is_slow(
-                known.measured, is_known=True
-            ):
+        # Only each time the count has doubled.
+        due = [(each, known) for each, known in self._known.items() if known.measured.count.bit_count() == 1]
+        for pipeline, known in due:
+            is_lasting = known.measured.count >= _MIN_COUNT_TO_LOWER
+            if is_lasting and not self._is_slow(known.measured, is_known=True):
                 self.forget(pipeline)
                 yield pipeline, known.measured.count
+        for pipeline, known in due:
+            if pipeline not in self._known:
                 continue
             sure = self._sure(known.measured)
             if known.measured.count < _MIN_COUNT_TO_LOWER:

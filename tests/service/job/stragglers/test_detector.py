@@ -252,12 +252,15 @@ def test_findings_make_sense(slowness: list[list[float]], shift: float, planned:
     slowness=st.lists(st.lists(st.floats(0.9, 1.4), min_size=4, max_size=4), min_size=1, max_size=20),
     order=st.permutations(range(4)),
 )
+@example(slowness=[[1.0, 1.0, 1.1, 1.3]] * 8, order=[0, 1, 3, 2])  # two are slow from the same iteration on
 def test_pipelines_are_judged_alike(slowness: list[list[float]], order: list[int]) -> None:
     here, there = Series(4), Series(4)
     for row in slowness:
-        found = {finding.pipeline: finding.slowdown_factor for finding in here.feed(row)}
+        found = {
+            finding.pipeline: (finding.slowdown_factor, finding.waited_factor) for finding in here.feed(row)
+        }
         moved = {
-            order[finding.pipeline]: finding.slowdown_factor
+            order[finding.pipeline]: (finding.slowdown_factor, finding.waited_factor)
             for finding in there.feed([row[pipeline] for pipeline in order])
         }
         assert moved == found

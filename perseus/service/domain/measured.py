@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from perseus.service.domain.model import JobState
 from perseus.service.domain.moments import standard_error
+from perseus.service.domain.pairs import NO_PAIRS, Pair, PairSums
 from perseus.service.domain.student_t import interval_factor
 from perseus.service.domain.telemetry import ComputationColumns
 from perseus.solver import Kind, Measurement
@@ -71,6 +72,9 @@ class JobIteration:
     has_clock_change: bool = False
 
 
+MIN_PAIRS = 3
+"""Blocks at stock from which on a comparison says more than one with earlier stock."""
+
 MAX_PERIODS = 64
 """Of a run, kept in memory: the latest. The database has all of them."""
 
@@ -106,7 +110,10 @@ class Period:
     latency_cost_percent: float = 0.0
     """Predicted energy that the GPUs' set latency adds under these plans."""
     is_wrong: bool = False
-    """A stock baseline that was disturbed, or that later iterations refute: nothing is compared with it."""
+    """A stock baseline that was disturbed: nothing is compared with it."""
+    time_pairs: PairSums = NO_PAIRS
+    """Iterations under these plans beside blocks at stock; their energies in `energy_pairs`."""
+    energy_pairs: PairSums = NO_PAIRS
 
     @property
     def is_baseline(self) -> bool:
@@ -135,6 +142,32 @@ class Period:
 
     def _margin(self, se: float) -> float | None:
         return interval_factor(self.iteration_count - 1) * se if self.iteration_count > 1 else None
+
+    def compared_with(self, pair: Pair) -> "Period":
+        """Return the period with one more block at stock beside it."""
+        energy_pairs = self.energy_pairs
+        if pair.stock_energy_j:
+            energy_pairs = energy_pairs.with_pair(pair.planned_energy_j, pair.stock_energy_j)
+        time_pairs = self.time_pairs.with_pair(pair.planned_time_s, pair.stock_time_s)
+        return replace(self, time_pairs=time_pairs, energy_pairs=energy_pairs)
+
+    @property
+    def stock(self) -> "Period | None":
+        """What was at stock in this period: itself, or the blocks beside it, each as one value; or None."""
+        if self.is_baseline:
+            return self
+        time, energy = self.time_pairs, self.energy_pairs
+        if time.count < MIN_PAIRS:
+            return None
+        return replace(
+            self,
+            state=JobState.BASELINE,
+            iteration_count=time.count,
+            iteration_time_s=time.stock / time.count,
+            iteration_time_m2=max(0.0, time.stock_square - time.stock**2 / time.count),
+            energy_j=energy.stock / energy.count if energy.count == time.count else 0.0,
+            energy_m2=max(0.0, energy.stock_square - energy.stock**2 / max(1, energy.count)),
+        )
 
     def with_irregular(self, time_s: float, iteration: int) -> "Period":
         """Return the period with one more irregular iteration."""
@@ -179,7 +212,10 @@ class Period:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """A period against a stock baseline, in percent of the baseline; None if a figure is unknown.
+    """A period against stock, in percent of that; None if a figure is unknown.
+
+    `baseline_number` is the period that was at stock: an earlier one, or the period itself if blocks at stock
+    ran beside it.
 
     Standard errors, and margins (half of 95 % intervals), are unknown if either has a single iteration,
     energies if none was measured.
@@ -194,15 +230,31 @@ class Saving:
     slowdown_margin_percent: float | None
 
 
-def compared(period: Period, baseline: Period | None) -> Saving | None:
-    """Compare a period with the latest stock baseline before it, if that is possible."""
-    if period.is_baseline or baseline is None or baseline.is_wrong:
+def compared(period: Period, stock: Period | None) -> Saving | None:
+    """Compare a period with the blocks at stock beside it, if they suffice; else with earlier stock."""
+    if period.is_baseline:
         return None
-    return saving(period, baseline)
+    time, energy = period.time_pairs, period.energy_pairs
+    if time.count < MIN_PAIRS:
+        return None if stock is None or stock.is_wrong else saving(period, stock)
+    has_energy = energy.count >= MIN_PAIRS
+    return Saving(
+        baseline_number=period.number,
+        energy_percent=100 * (1 - energy.ratio) if has_energy else None,
+        energy_se_percent=_percent(energy.ratio_se) if has_energy else None,
+        slowdown_percent=100 * (time.ratio - 1),
+        slowdown_se_percent=_percent(time.ratio_se),
+        energy_margin_percent=_percent(energy.ratio_margin()) if has_energy else None,
+        slowdown_margin_percent=_percent(time.ratio_margin()),
+    )
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
 
 
 def saving(period: Period, baseline: Period) -> Saving:
-    """Compare a period with a stock baseline."""
+    """Compare a period with another one at stock."""
     counts = (period.iteration_count, baseline.iteration_count)
     slowdown = _relative(
         mean=period.iteration_time_s,

@@ -58,6 +58,7 @@ class JobRecord:
         fall_back_time_s: when it did so last.
         disturbed_time_s: since when the stock baseline waits for a disturbance to end; None once measured.
         overhead_s: the part of a measured iteration that the latest frontier left out; 0 before that.
+        slowdown_share: the share of the policy's slowdown that plans use, less where they proved slower.
     """
 
     policy: OperatingPolicy
@@ -83,6 +84,7 @@ class JobRecord:
     fall_back_time_s: float = 0.0
     disturbed_time_s: float | None = None
     overhead_s: float = 0.0
+    slowdown_share: float = 1.0
 
     @property
     def has_finished(self) -> bool:

@@ -12,7 +12,8 @@ from perseus.service.domain.commands import ReportIteration
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.messages import coordinates_to_proto
-from perseus.service.domain.model import HoldClocks, JobState
+from perseus.service.domain.model import HoldClocks, JobState, RankState
+from perseus.service.domain.pairs import NO_PAIRS, Pair
 from perseus.service.domain.records import IterationRows
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.stall import StockReason
@@ -20,9 +21,9 @@ from perseus.service.domain.telemetry import ForeignClock, IterationColumns, Tel
 from perseus.service.job.lifecycle import Lifecycle
 from perseus.service.job.planning.caps import Cap
 from perseus.service.job.planning.drift import changed_work
-from perseus.service.job.planning.plan_watch import FORGIVING_ITERATIONS, MAX_SUSPECTED
+from perseus.service.job.planning.plan_watch import MAX_SUSPECTED
+from perseus.service.job.planning.stock_blocks import BlockStep
 from perseus.service.job.ranks.rank_table import AHEAD_LIMIT
-from perseus.service.job.retry_delay import RetryDelay
 from perseus.service.job.run import Run
 from perseus.service.job.stragglers.registry import NOTHING_JUDGED
 from perseus.v1 import event_pb2
@@ -33,9 +34,6 @@ _UNHEARD_COUNT = 10_000
 _FASTER = 2.0
 """Iterations may get this much faster at once."""
 
-CONFIRMING_ITERATIONS = 200
-"""Iterations under plans in which a wrong baseline would have shown."""
-
 
 class IterationJudge:
     """Takes the iterations that ranks report."""
@@ -45,8 +43,6 @@ class IterationJudge:
         self._lifecycle = lifecycle
         # When the latest iteration of the whole job was complete.
         self._complete_s = run.now_s
-        # Between two baselines that are measured because iterations are faster.
-        self._baseline_delay = RetryDelay()
         # The pipelines whose capped clocks are tried again, until the baseline for that is measured.
         self._retried: set[int] = set()
 
@@ -113,7 +109,6 @@ class IterationJudge:
             is_comparable = run.max_clock_enforcer.is_comparable(iteration)
             judgement = NOTHING_JUDGED
             if is_comparable:
-                run.planner.watch.learn(iteration)
                 judgement = run.stragglers.judge(iteration)
                 slowed.update(judgement.slowed)
             if judgement.has_changed:
@@ -121,8 +116,8 @@ class IterationJudge:
             if run.record.state is JobState.PROFILING:
                 self._note_profiled(iteration, judgement.slowed, gap_s, is_comparable=is_comparable)
             elif run.record.state is JobState.PLANNED:
-                if is_comparable and not (is_free and self._judge_baseline()):
-                    self._watch_plans(iteration)
+                if is_comparable:
+                    self._watch_plans(iteration, self._compare(iteration))
                 if is_free:
                     self._watch_gpus()
             elif (
@@ -180,41 +175,37 @@ class IterationJudge:
             self._refute_baseline(f"another client of the driver held the clock of {rank} at stock")
         return True
 
-    def _judge_baseline(self) -> bool:
-        """Measure stock again if plans are surely faster, as no clock is faster than stock.
-
-        Return whether they are. If plans were not at first, the work has become lighter since. Else the
-        baseline was wrong.
-        """
+    def _compare(self, iteration: JobIteration) -> Pair | None:
+        """Compare plans with stock beside them; return the pair that the iteration completes, if it does."""
         run = self._run
-        period, saving = run.log.latest_period() or (None, None)
-        if (
-            period is None
-            or saving is None
-            or saving.slowdown_margin_percent is None
-            or period.versions != run.offers.versions
-            or period.iteration_count < run.rules.guard_iterations
-        ):
-            return False
-        tolerance_percent = max(100 * run.rules.guard_tolerance, saving.slowdown_margin_percent)
-        if saving.slowdown_percent >= -tolerance_percent:
-            if period.iteration_count >= CONFIRMING_ITERATIONS:
-                run.baseline.is_confirmed = True
-            if period.iteration_count >= FORGIVING_ITERATIONS:
-                self._baseline_delay = RetryDelay()
-            return False
-        delay = self._baseline_delay
-        if delay.until_s is not None and not delay.is_over(run.now_s):
-            return False
-        delay.begin(run.now_s)
-        faster = f"{-saving.slowdown_percent:.1f} ± {saving.slowdown_margin_percent:.1f} % faster"
-        if run.baseline.is_confirmed:
-            run.baseline.forget()
-            why = f"iterations have become {faster} than stock was: the work is lighter"
-            self._lifecycle.enter(JobState.BASELINE, why)
-        else:
-            self._refute_baseline(f"iterations are {faster} than the stock baseline, so that is wrong")
-        return True
+        versions = run.offers.plan_versions
+        period, _ = run.log.latest_period() or (None, None)
+        is_of_plans = period is not None and period.versions == versions
+        may_begin = (
+            is_of_plans
+            and run.offers.are_in_force
+            and run.ranks.are_all(RankState.CONNECTED)
+            and run.max_clock_enforcer.max_clock is None
+            and run.record.budget_target_time_s is None
+            and not run.stragglers
+        )
+        baseline = run.baseline.iteration
+        step = run.stock_blocks.take(
+            iteration,
+            versions,
+            period.time_pairs.count if period is not None and is_of_plans else 0,
+            baseline.gap_time_s if baseline is not None else None,
+            may_begin=may_begin,
+        )
+        match step:
+            case BlockStep.STOCK:
+                run.offers.put_aside()
+            case BlockStep.PLANS:
+                run.planner.retarget()
+            case Pair() if (compared := run.log.compare(step, versions)) is not None:
+                run.buffer.store(compared)
+                return step
+        return None
 
     def _refute_baseline(self, why: str) -> None:
         """Compare nothing with the wrong baseline any more, and measure stock again."""
@@ -261,13 +252,16 @@ class IterationJudge:
             self._cap(caps)
             self._lifecycle.enter(JobState.PROFILING, f"{caps[0].rank} is held below its clocks")
 
-    def _watch_plans(self, iteration: JobIteration) -> None:
+    def _watch_plans(self, iteration: JobIteration, pair: Pair | None) -> None:
         run = self._run
         frontier = run.planner.frontier
-        verdict = run.planner.judge(run.max_clock_enforcer.without_gaps(iteration), run.caps)
+        pairs = run.log.periods[-1].time_pairs if pair is not None else NO_PAIRS
+        verdict = run.planner.judge(iteration, run.caps, pair, pairs)
         if verdict.caps:
             self._do_without(verdict.caps)
             return
+        if pair is not None:
+            run.baseline.renew(run.log.periods[-1])
         if verdict.withdraw is not None and verdict.solve_again and frontier is not None:
             latest = map(run.timelines.latest, range(len(run.offers)))
             changed = changed_work(frontier.pipeline, filter(None, latest))

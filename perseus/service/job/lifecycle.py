@@ -230,6 +230,7 @@ class Lifecycle:
         run.max_clock_enforcer.deferred_round = None
         run.baseline.restart()
         run.planner.watch.restart()
+        run.stock_blocks.restart()
         run.progress.enter(before, run.now_s)
         match state:
             case JobState.PROFILING:
@@ -323,7 +324,10 @@ class Lifecycle:
         """Set the maximum clock where no plan is in force, or (None) lift it, at once."""
         run = self._run
         was_waiting = run.max_clock_enforcer.why_waiting(self._record.state) is not None
-        if not run.max_clock_enforcer.order(max_clock) or self._record.state is JobState.PLANNED:
+        if not run.max_clock_enforcer.order(max_clock):
+            return
+        if self._record.state is JobState.PLANNED:
+            self.retarget()  # no block at stock beside the plans
             return
         held = run.max_clock_enforcer.deferred_round or self.held_clocks()
         if held is not None:
@@ -408,6 +412,7 @@ class Lifecycle:
         `is_urgent`: offer them as urgent.
         """
         if self._record.state is JobState.PLANNED:
+            self._run.stock_blocks.restart()
             self._run.planner.retarget(is_urgent=is_urgent)
 
     # ------------------------------------------------------------------ checks
@@ -426,7 +431,10 @@ class Lifecycle:
                 assert isinstance(clocks[0], StockClocks if is_at_stock else HoldClocks)
                 assert not self._record.is_profile_complete
             case JobState.PLANNED:
-                assert all(isinstance(some, PlannedClocks) for some in clocks)
+                kinds = {type(some) for some in clocks}
+                assert kinds == {StockClocks if run.offers.is_beside_plans else PlannedClocks} or (
+                    kinds == {StockClocks} and planner.is_solving  # restarted in a block at stock
+                )
                 assert planner.frontier is not None or planner.is_solving
             case _:
                 assert all(isinstance(some, StockClocks) for some in clocks)

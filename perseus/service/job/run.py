@@ -17,6 +17,7 @@ from perseus.service.job.planning.caps import CapWatch
 from perseus.service.job.planning.max_clock import MaxClockEnforcer
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.planning.planner import Planner
+from perseus.service.job.planning.stock_blocks import StockBlocks
 from perseus.service.job.profiling.profiler import Profiler
 from perseus.service.job.progress import Progress
 from perseus.service.job.ranks.rank_table import LIVE, RankTable
@@ -47,6 +48,7 @@ class Run:
         meter: its energy, for the ledger.
         timelines: the latest iteration of each pipeline.
         baseline: an iteration at stock.
+        stock_blocks: blocks of iterations at stock beside plans.
         profiler: the measurements of its stages.
         stragglers: its slow pipelines.
         planner: the frontier and the plans on it.
@@ -86,6 +88,7 @@ class Run:
         self.offers = OfferBoard(record, counts, self.ranks, self.buffer)
         self.max_clock_enforcer = MaxClockEnforcer(record, self.ranks, self.offers, self.buffer)
         self.baseline = Baseline(record, rules.baseline_iterations)
+        self.stock_blocks = StockBlocks(rules, f"{spec.job_id}/{run_number}")
         self.profiler = Profiler(record, counters, counts, self.schedule, rules, self.buffer)
         self.stragglers = StragglerRegistry(record, self.schedule, counts, self.buffer)
         self.planner = Planner(

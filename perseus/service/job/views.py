@@ -221,7 +221,7 @@ def saving(run: Run) -> Saving | None:
 def _under_offered_clocks(run: Run) -> tuple[Period | None, Saving | None]:
     """Return the measurements under the offered clocks, and what they save if these are plans."""
     found = run.log.latest_period()
-    if not found or found[0].versions != run.offers.versions:
+    if not found or found[0].versions != run.offers.plan_versions:
         return None, None
     return found[0], found[1] if run.offers.planned_range_s[1] else None
 

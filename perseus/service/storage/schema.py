@@ -141,7 +141,7 @@ profiled_work = _table(
 # What iterations add to: beside the record, whose row is long.
 counters = _table("counters", *_run_columns(), _text("counters"))
 
-# `is_baseline` repeats what is in the period: against the latest of these, later ones save.
+# `is_baseline`: the period has measurements at stock. Against the latest of these, later ones save.
 periods = _table(
     "periods",
     *_run_columns(),

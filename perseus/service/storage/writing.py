@@ -285,7 +285,7 @@ class GroupWriter:
             case ProfiledWork(stage, key):
                 rows[to.UPSERT_WORK].append((*run, stage, key))
             case Period():
-                row = (*run, record.number, codecs.PERIOD.dump(record), int(record.is_baseline))
+                row = (*run, record.number, codecs.PERIOD.dump(record), int(record.stock is not None))
                 rows[to.UPSERT_PERIOD].append(row)
             case RecordedInputs(document):
                 rows[to.UPSERT_RECORDING].append((*run, document))

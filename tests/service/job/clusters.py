@@ -168,7 +168,8 @@ def slower_below_the_highest_clock(stage: int, clock_mhz: int) -> float:
 class TruthfulCluster(EmulatedCluster):
     """Iterations take as long as their computations and transfers; agents keep estimating under plans.
 
-    `work`: by stage, the factor by which the work has grown since the beginning, at every clock. `caps_mhz`:
+    `plan_delay_s`: what iterations take longer under plans, for no known reason. `work`: by stage, the factor
+    by which the work has grown since the beginning, at every clock. `caps_mhz`:
     by rank, the highest clock that its GPU reaches, whatever is set, for `capping_reasons`.
     """
 
@@ -183,6 +184,7 @@ class TruthfulCluster(EmulatedCluster):
         super().__init__(make_spec(microbatches=8), rules)
         self.slowness = slowness
         self.lag_s = lag_s
+        self.plan_delay_s = 0.0
         self.work: Callable[[int], float] = lambda _stage: 1.0
         self.caps_mhz: dict[Coordinates, int] = {}
         self.capping_reasons = 0x4
@@ -191,7 +193,9 @@ class TruthfulCluster(EmulatedCluster):
         self._worked: dict[Coordinates, tuple[int, list[float]]] = {}
 
     def iteration_time_s(self) -> float:
-        return max(self._computing_time_s(rank) for rank in self.ranks.values()) + OVERHEAD_S
+        computing_s = max(self._computing_time_s(rank) for rank in self.ranks.values())
+        is_planned = any(isinstance(rank.in_force.clocks, PlannedClocks) for rank in self.ranks.values())
+        return computing_s + OVERHEAD_S + self.plan_delay_s * is_planned
 
     def end(self, rank: FakeRank, duration_s: float) -> TelemetryArrived:
         clocks = rank.in_force.clocks

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from statistics import median
 
-from perseus.service.domain.measured import JobIteration
+from perseus.service.domain.measured import JobIteration, Period
 from perseus.service.domain.model import StockIteration
 from perseus.service.domain.records import JobRecord
 from perseus.service.job.retry_delay import INITIAL_DELAY_S, MAX_DELAY_S
@@ -17,7 +17,6 @@ class Baseline:
     """Measures a few iterations at stock.
 
     Attributes:
-        is_confirmed: whether plans were no faster for a while, so that it was right.
         waits_for: what disturbs stock now and is waited for, for people; empty if nothing is.
     """
 
@@ -25,7 +24,6 @@ class Baseline:
         self._record = record
         self._iteration_count = iteration_count
         self._seen: list[StockIteration] = []
-        self.is_confirmed = False
         self.waits_for = ""
 
     @property
@@ -46,8 +44,13 @@ class Baseline:
     def forget(self) -> None:
         """Discard the baseline so that it is measured again."""
         self._record.baseline = None
-        self.is_confirmed = False
         self.restart()
+
+    def renew(self, period: Period) -> None:
+        """Take the iterations at stock beside the plans of a period, once they suffice."""
+        if (before := self.iteration) is not None and (stock := period.stock) is not None:
+            energy_j = stock.energy_j or before.energy_j
+            self._record.baseline = StockIteration(stock.iteration_time_s, energy_j, before.gap_time_s)
 
     def disturb(self, cause: str, wall_time_s: float) -> bool:
         """Discard what was measured so far, as something slows the job; return whether to wait for its end.

@@ -26,6 +26,7 @@ from perseus.service.domain.model import (
     PipelineOffer,
     PlannedClocks,
 )
+from perseus.service.domain.pairs import Pair
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.v1 import job_pb2
@@ -77,7 +78,7 @@ class IterationLog:
     Attributes:
         closed_through: the highest iteration that takes no more rows, -1 if none.
         periods: the latest periods of the report, about `MAX_PERIODS`.
-        latest_baseline: the latest period that is a stock baseline, if there is one, even if it is wrong.
+        latest_baseline: the latest measurements at stock as a period, if there are any, even if it is wrong.
         iteration_time_s: that of the latest complete iteration of the job, 0 before the first.
         latest: that iteration.
         is_latest_current: whether no rank has been lost since.
@@ -358,6 +359,9 @@ class IterationLog:
         """
         if complete.versions is None or complete.has_clock_change:
             return
+        if complete.is_at_stock and complete.state is JobState.PLANNED:
+            self._key = None  # a block at stock beside plans: these go on after it
+            return
         key = (complete.versions, complete.has_straggler)
         if not complete.is_regular:
             self._count_irregular(complete, key)
@@ -410,8 +414,15 @@ class IterationLog:
         self._note_baseline()
 
     def _note_baseline(self) -> None:
-        if self.periods[-1].is_baseline:
-            self.latest_baseline = self.periods[-1]
+        self.latest_baseline = self.periods[-1].stock or self.latest_baseline
+
+    def compare(self, pair: Pair, versions: tuple[int, ...]) -> Period | None:
+        """Take a block at stock beside the plans of these versions; return their period if it is the last."""
+        if not self.periods or self.periods[-1].versions != versions:
+            return None
+        self.periods[-1] = self.periods[-1].compared_with(pair)
+        self._note_baseline()
+        return self.periods[-1]
 
     def _count_irregular(self, complete: JobIteration, key: tuple[tuple[int, ...], bool]) -> None:
         last = self.periods[-1] if self.periods else None
@@ -443,14 +454,13 @@ class IterationLog:
 
 
 def report(periods: Sequence[Period], first_number: int) -> Iterator[tuple[Period, Saving | None]]:
-    """Yield a run's periods from a number on, each compared with the latest stock baseline before it."""
+    """Yield a run's periods from a number on, each compared with stock beside it or, else, before it."""
     stock: Period | None = None
     for period in periods:
-        if period.is_baseline:
-            stock = period
+        stock = period.stock or stock
         if period.number >= first_number:
             yield period, compared(period, stock)
 
 
 def _latest_baseline(periods: Sequence[Period]) -> Period | None:
-    return next((period for period in reversed(periods) if period.is_baseline), None)
+    return next((period.stock for period in reversed(periods) if period.stock is not None), None)

@@ -12,7 +12,6 @@ offer or a maximum clock, never do.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from perseus.service.domain.commands import SendMaxClock
 from perseus.service.domain.measured import JobIteration
@@ -108,10 +107,6 @@ class MaxClockEnforcer:
         if self.max_clock is None:
             return True
         return iteration.is_regular and not stages_at_stock(self._ranks.usable_clocks_mhz())
-
-    def without_gaps(self, iteration: JobIteration) -> JobIteration:
-        """Return the iteration without slow gaps under a maximum clock: plans are not to blame for them."""
-        return iteration if self.max_clock is None else replace(iteration, gap_slowed_time_s=0.0)
 
     def validate(self, state: JobState, offered: Iterable[Clocks]) -> None:
         """Check the invariants."""

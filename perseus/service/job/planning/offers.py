@@ -10,6 +10,9 @@ The start lies a margin above the highest iteration that any rank reported. Tele
 iteration has ended and the next is running, so the margin is at least two; if iterations are short, it has to
 cover the round trip (`TRANSIT_S`). It doubles with every refusal of the same version.
 
+For a block at stock beside the plans (`stock_blocks`), the plans are put aside and stock is offered; the same
+plans then come back under their versions. Nobody is told about that: the job remains planned.
+
 Ranks take an urgent offer at once, in the middle of an iteration, so it is never too late. It carries a start
 iteration all the same, for agents that do not know urgent offers. Until it is in force everywhere, its
 replacement is urgent, too: the first offer may never have been sent.
@@ -62,7 +65,8 @@ class _Pipeline:
     """A pipeline's offer, how often it came too late, and the versions last offered and last in force.
 
     `stages`: the ranks of each stage. `lacking`: the ranks that don't have their stage's version in force, as
-    of the last `reconcile`.
+    of the last `reconcile`. `aside`: the plan's offer while stock is offered beside it. `announced_version`:
+    the version that was last announced as in force.
     """
 
     offer: PipelineOffer
@@ -70,6 +74,8 @@ class _Pipeline:
     late_count: int = 0
     offered_version: int = NO_VERSION
     in_force_version: int = NO_VERSION
+    announced_version: int = NO_VERSION
+    aside: PipelineOffer | None = None
     lacking: set[Coordinates] = field(default_factory=set)
 
     @property
@@ -133,6 +139,16 @@ class OfferBoard:
         return self._all_versions
 
     @property
+    def plan_versions(self) -> tuple[int, ...]:
+        """Each pipeline's version, that of the plan where stock is offered beside it."""
+        return tuple((each.aside or each.offer).version for each in self._pipelines)
+
+    @property
+    def is_beside_plans(self) -> bool:
+        """Whether stock is offered for a block beside the plans."""
+        return any(each.aside is not None for each in self._pipelines)
+
+    @property
     def versions_in_use(self) -> Collection[int]:
         """The versions that pipelines have, each once."""
         return self._versions.keys()
@@ -140,7 +156,7 @@ class OfferBoard:
     @property
     def planned_times_s(self) -> tuple[float, ...]:
         """Predicted iteration time of each pipeline's plan; empty unless all have one."""
-        times_s = tuple(time_s for offer in self for time_s in _planned_times_s(offer))
+        times_s = tuple(time_s for each in self._pipelines for time_s in _planned_times_s(each))
         return times_s if len(times_s) == len(self) else ()
 
     @property
@@ -174,7 +190,7 @@ class OfferBoard:
             for place in live:
                 self._ranks.note_offered(place, versions[place.stage])
             if all(self._ranks[place].in_force_version == versions[place.stage] for place in live):
-                pipeline.in_force_version = stored.offer.version
+                pipeline.in_force_version = pipeline.announced_version = stored.offer.version
         for rank in self._ranks:
             pipeline = self._pipelines[rank.coordinates.pipeline]
             if rank.in_force_version != pipeline.offer.stage_versions[rank.coordinates.stage]:
@@ -189,6 +205,7 @@ class OfferBoard:
 
         `is_urgent`: offer them as urgent, even where they were offered before and are not in force yet.
         """
+        pipelines = [number for number in pipelines if not self._has_resumed(number, clocks, is_urgent)]
         wanted = [_share(clocks, stage) for stage in self._stages]
         # Keyed by the pipelines' current clocks, as many pipelines share them.
         changes: dict[int, list[int]] = {}
@@ -209,6 +226,27 @@ class OfferBoard:
                 )
         if changing:
             self._renew(changing, clocks, is_urgent=is_urgent)
+
+    def put_aside(self) -> None:
+        """Offer stock to all pipelines; the plans come back once they are desired again."""
+        for pipeline in self._pipelines:
+            pipeline.aside = pipeline.offer
+        self._renew(dict.fromkeys(range(len(self)), self._stages), STOCK, is_urgent=False)
+
+    def _has_resumed(self, number: int, clocks: Clocks, is_urgent: bool) -> bool:
+        """If these are the clocks that a pipeline put aside, offer them again under their versions."""
+        pipeline = self._pipelines[number]
+        offer = pipeline.aside
+        if offer is None:
+            return False
+        if is_same := offer.clocks == clocks:
+            pipeline.late_count = 0
+            start_iteration = self._start_iteration(pipeline)
+            self._replace(number, replace(offer, start_iteration=start_iteration, is_urgent=is_urgent))
+        else:
+            move(self._planned_times_s, _planned_times_s(pipeline), ())
+        pipeline.aside = None
+        return is_same
 
     def take_changed(self) -> Collection[int]:
         """Return the pipelines whose offer has changed since the last call."""
@@ -286,7 +324,6 @@ class OfferBoard:
             own = self.of_rank(rank.coordinates)
             sent = self._sent.get(rank.coordinates)
             assert rank.in_force_version >= FOREIGN_VERSION
-            assert rank.offered_version <= own.version
             number = rank.coordinates.pipeline
             if rank.coordinates not in self._unreconciled.get(number, ()):
                 is_lacking = rank.coordinates in self._pipelines[number].lacking
@@ -339,10 +376,10 @@ class OfferBoard:
         self._buffer.store(OfferRecord(number, offer))
 
     def _put(self, pipeline: _Pipeline, offer: PipelineOffer) -> None:
-        before = pipeline.offer
-        move(self._versions, (before.version,), (offer.version,))
-        move(self._planned_times_s, _planned_times_s(before), _planned_times_s(offer))
+        move(self._versions, (pipeline.offer.version,), (offer.version,))
+        before_s = _planned_times_s(pipeline)
         pipeline.offer = offer
+        move(self._planned_times_s, before_s, _planned_times_s(pipeline))
         self._all_versions = None
 
     def _start_iteration(self, pipeline: _Pipeline) -> int:
@@ -370,7 +407,7 @@ class OfferBoard:
 
     def _announce_offered(self, number: int, pipeline: _Pipeline) -> None:
         offer = pipeline.offer
-        if offer.version != pipeline.offered_version:
+        if offer.version != pipeline.offered_version and pipeline.aside is None:
             pipeline.offered_version = offer.version
             self._buffer.announce(
                 event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED,
@@ -384,6 +421,9 @@ class OfferBoard:
         if offer.version != pipeline.in_force_version and not pipeline.lacking:
             pipeline.in_force_version = offer.version
             pipeline.late_count = 0
+            if pipeline.aside is not None or offer.version == pipeline.announced_version:
+                return
+            pipeline.announced_version = offer.version
             self._buffer.announce(
                 event_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE,
                 f"version {offer.version} ({offer.clocks}) is in force on pipeline {number}",
@@ -401,9 +441,10 @@ def _identity(offer: Offer) -> tuple[int, int, bool]:
     return offer.version, offer.start_iteration, offer.is_urgent
 
 
-def _planned_times_s(offer: PipelineOffer) -> list[float]:
-    """Return the predicted iteration time of the offer if it is a plan, else nothing."""
-    return [offer.clocks.plan.iteration_time_s] if isinstance(offer.clocks, PlannedClocks) else []
+def _planned_times_s(pipeline: _Pipeline) -> list[float]:
+    """Return the predicted iteration time of a pipeline's plan, offered or put aside; nothing without."""
+    clocks = (pipeline.aside or pipeline.offer).clocks
+    return [clocks.plan.iteration_time_s] if isinstance(clocks, PlannedClocks) else []
 
 
 def _details(number: int, offer: PipelineOffer) -> event_pb2.PipelineClocks:

@@ -59,6 +59,14 @@ def overhead_s(frontier: Frontier, baseline_time_s: float) -> float:
     return max(0.0, baseline_time_s - frontier.baseline.iteration_time_s)
 
 
+def prediction_of_s(planned_time_s: float, frontier: Frontier, baseline_time_s: float) -> float:
+    """Return the predicted iteration time of the job if the slowest plan takes `planned_time_s`.
+
+    It is never less than the baseline itself.
+    """
+    return max(baseline_time_s, overhead_s(frontier, baseline_time_s) + planned_time_s)
+
+
 def no_slowdown(frontier: Frontier, baseline_time_s: float) -> NoSlowdown:
     """Return the iteration time that is not slower than stock, on the frontier's scale.
 
@@ -118,14 +126,15 @@ def target_times_s(
     straggler_times_s: Mapping[int, float],
     pipeline_count: int,
     signal_target_s: float | None = None,
+    slowdown_share: float = 1.0,
 ) -> tuple[float, ...]:
     """Return the iteration time that each pipeline may take.
 
     Without stragglers, the policy decides. With stragglers, all wait for the slowest, so every other pipeline
-    may take min(T_slow, T'); the stragglers themselves must not get any slower. For `signal_target_s` see
-    `own_time_s`.
+    may take min(T_slow, T'); the stragglers themselves must not get any slower. For the last two arguments
+    see `own_time_s`.
     """
-    own_s = own_time_s(frontier, policy, baseline_time_s, signal_target_s)
+    own_s = own_time_s(frontier, policy, baseline_time_s, signal_target_s, slowdown_share)
     others_s = max([own_s, min(frontier.t_slow_s, max(straggler_times_s.values(), default=0.0))])
     return tuple(own_s if pipeline in straggler_times_s else others_s for pipeline in range(pipeline_count))
 
@@ -144,12 +153,16 @@ def budget_target_times_s(
 
 
 def own_time_s(
-    frontier: Frontier, policy: OperatingPolicy, baseline_time_s: float, signal_target_s: float | None = None
+    frontier: Frontier,
+    policy: OperatingPolicy,
+    baseline_time_s: float,
+    signal_target_s: float | None = None,
+    slowdown_share: float = 1.0,
 ) -> float:
     """Return the iteration time, from T_min to T*, of a pipeline that waits for no other.
 
-    A slowdown is relative to stock. `signal_target_s` is the target of a policy that follows a signal; None
-    while the signal asks for no slowdown.
+    A slowdown is relative to stock; plans use `slowdown_share` of it. `signal_target_s` is the target of a
+    policy that follows a signal; None while the signal asks for no slowdown.
     """
     if policy.deadline is not None:
         wanted_s = _allowed_s(policy.deadline) - overhead_s(frontier, baseline_time_s)
@@ -161,7 +174,8 @@ def own_time_s(
     elif policy.signal is not None and signal_target_s is not None:
         wanted_s = signal_target_s
     else:
-        wanted_s = no_slowdown(frontier, baseline_time_s).time_s * (1 + policy.max_slowdown_percent / 100)
+        slowdown = slowdown_share * policy.max_slowdown_percent / 100
+        wanted_s = no_slowdown(frontier, baseline_time_s).time_s * (1 + slowdown)
     return max(frontier.t_min_s, min(wanted_s, frontier.t_star_s))
 
 

@@ -1,8 +1,8 @@
 """Compares iterations under plans with their prediction and their plan. Part of the state machine.
 
-The guard reports a violated prediction; the drift watch reports computations whose times differ from those
-that the plans were made with. In both cases the profile may be wrong, and is corrected with the new
-measurements. Where the computations take their planned time and the iteration does not, transfers between
+The guard reports plans that are slower than promised; the drift watch reports computations whose times differ
+from those that the plans were made with. In both cases the profile may be wrong, and is corrected with the
+new measurements. Where the computations take their planned time and the iteration does not, transfers between
 stages may be why.
 """
 
@@ -19,7 +19,7 @@ from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.planning.caps import Cap
 from perseus.service.job.planning.drift import Drift, DriftWatch
-from perseus.service.job.planning.guard import Guard, PredictionViolation, predicted_time_s
+from perseus.service.job.planning.guard import SlowdownProof
 from perseus.service.job.planning.irregular import IrregularWatch
 from perseus.service.job.profiling.profiler import Profiler
 from perseus.service.job.profiling.stage_profiles import corrected
@@ -69,7 +69,6 @@ class PlanWatch:
         buffer: CommandBuffer,
     ) -> None:
         self._record = record
-        self._guard = Guard(rules)
         self._irregular = IrregularWatch(rules)
         self._drift = DriftWatch(parallelism)
         self._profiler = profiler
@@ -80,21 +79,17 @@ class PlanWatch:
     def restart(self) -> None:
         """Discard the evidence gathered so far."""
         self._suspected_count = 0
-        self._guard.restart()
         self._irregular.restart()
         self._drift.restart()
 
     def forgive(self) -> None:
-        """Reset the count of prediction violations."""
+        """Forget violated promises."""
         self._record.prediction_violation_count = self._kept_count = 0
+        self._record.slowdown_share = 1.0
 
     def take_stock(self, iteration: JobIteration) -> None:
         """Take an iteration that ran at stock."""
         self._irregular.take_stock(iteration)
-
-    def learn(self, iteration: JobIteration) -> None:
-        """Take any iteration of the job, under whatever clocks, to learn the noise of iteration times."""
-        self._guard.learn(iteration)
 
     def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
         """Take a rank's measurements under its current plan."""
@@ -105,13 +100,16 @@ class PlanWatch:
         iteration: JobIteration,
         clocks: Sequence[PlannedClocks],
         frontier: Frontier,
-        baseline_time_s: float,
+        predicted_s: float,
+        proof: SlowdownProof | None,
+        is_late: bool,
         stragglers: Collection[int],
         suspects: Collection[int],
-        baseline_gap_time_s: float | None = None,
         explain_caps: Callable[[], tuple[Cap, ...]] = tuple,
     ) -> Verdict:
         """Judge an iteration under these clocks. Stragglers and capped clocks explain slow iterations.
+
+        `proof`: that they are slower than promised. `is_late`: they are slower than predicted.
 
         For a while a suspected straggler does, too: naming the slow pipeline can take more iterations than
         noticing that something is slow.
@@ -120,26 +118,26 @@ class PlanWatch:
         if stragglers and (caps := explain_caps()):
             return Verdict(caps=caps)
         if not stragglers and not 0 < self._suspected_count <= MAX_SUSPECTED:
-            predicted_s = predicted_time_s(clocks, frontier, baseline_time_s)
-            violation = self._guard.judge(iteration, predicted_s, baseline_time_s, baseline_gap_time_s)
-            if violation is not None and (caps := explain_caps()):
+            if (proof is not None or is_late) and (caps := explain_caps()):
                 return Verdict(caps=caps)
-            if violation is not None:
+            if proof is not None:
+                pair = proof.pair
                 self._buffer.announce(
                     event_pb2.JOB_EVENT_TYPE_PREDICTION_VIOLATED,
-                    f"iterations take {violation.median_time_s:.6f} s, more than the predicted "
-                    f"{violation.predicted_time_s:.6f} s and the tolerance of {violation.tolerance:.1%}; "
-                    f"their noise is {violation.noise:.1%}",
+                    f"iterations take {proof.ratio:.3f} × stock's beside them, surely more than "
+                    f"{proof.surely:.3f} ×, and {proof.promised:.3f} × is promised: "
+                    f"{pair.planned_time_s:.6f} s against {pair.stock_time_s:.6f} s in the latest of "
+                    f"{proof.pair_count} blocks",
                     event_pb2.PredictionViolated(
-                        predicted_time_s=violation.predicted_time_s,
-                        median_time_s=violation.median_time_s,
-                        baseline_time_s=violation.baseline_time_s,
-                        iteration_times_s=violation.iteration_times_s,
-                        last_iteration=violation.last_iteration,
+                        predicted_time_s=proof.promised * pair.stock_time_s,
+                        median_time_s=pair.planned_time_s,
+                        baseline_time_s=pair.stock_time_s,
+                        iteration_times_s=pair.before_s + pair.after_s,
+                        last_iteration=pair.last_iteration,
                         plan_versions=_single_where_same(iteration.versions),
                     ),
                 )
-                return self._handle_violation(violation, clocks, frontier)
+                return self._handle_violation(proof, clocks, frontier)
             slow_s = self._irregular.judge(iteration, predicted_s)
             if slow_s is not None:
                 return Verdict(
@@ -158,7 +156,7 @@ class PlanWatch:
             self._record.prediction_violation_count = max(0, self._record.prediction_violation_count - 1)
 
     def _handle_violation(
-        self, violation: PredictionViolation, clocks: Sequence[PlannedClocks], frontier: Frontier
+        self, proof: SlowdownProof, clocks: Sequence[PlannedClocks], frontier: Frontier
     ) -> Verdict:
         self._record.prediction_violation_count += 1
         violation_count = self._record.prediction_violation_count
@@ -168,11 +166,14 @@ class PlanWatch:
             return Verdict(f"predictions were violated {violation_count} times")
         if is_corrected:
             return Verdict("the prediction was violated, and the profile was corrected", solve_again=True)
+        if proof.promised > 1 and self._record.policy.max_slowdown_percent:
+            self._record.slowdown_share *= (proof.promised - 1) / (proof.ratio - 1)
+            return Verdict("plans exceed the policy's slowdown: faster ones are tried", solve_again=True)
         slowest = max((some.plan for some in clocks), key=lambda plan: plan.iteration_time_s)
         return Verdict(
             "the prediction was violated, and the profile is right: do transfers between stages explain it?",
             solve_again=True,
-            slow=SlowPlan(slowest, violation.median_time_s, violation.baseline_time_s),
+            slow=SlowPlan(slowest, proof.pair.planned_time_s, proof.pair.stock_time_s),
         )
 
     def _correct_profile(self, frontier: Frontier, ignored: Collection[int]) -> bool:

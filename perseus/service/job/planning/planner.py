@@ -16,6 +16,7 @@ from perseus.service.domain.job_signal import JobSignal, SpeedCurveBasis
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.messages import NUMBERS, policy_to_proto, signal_target_to_proto
 from perseus.service.domain.model import Clocks, NoSlowdown, PlannedClocks, Straggler
+from perseus.service.domain.pairs import Pair, PairSums
 from perseus.service.domain.records import Counters, JobRecord
 from perseus.service.domain.signals import SignalTarget, SignalTargetState
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
@@ -23,7 +24,7 @@ from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.planning.caps import CapWatch
 from perseus.service.job.planning.exact_plans import ExactPlans
-from perseus.service.job.planning.guard import prediction_of_s
+from perseus.service.job.planning.guard import proof_of_slowdown
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.planning.operating_point import (
     budget_target_times_s,
@@ -32,6 +33,7 @@ from perseus.service.job.planning.operating_point import (
     overhead_s,
     own_time_s,
     planned_clocks,
+    prediction_of_s,
     straggler_time_s,
     target_times_s,
 )
@@ -88,6 +90,7 @@ class Planner:
         self.latency = SetLatency(record, len(ranks))
         self.watch = PlanWatch(record, parallelism, rules, profiler, buffer)
         self._record = record
+        self._rules = rules
         self._counters = counters
         self._schedule = schedule
         self._ranks = ranks
@@ -360,7 +363,13 @@ class Planner:
 
     def _own_times_s(self, frontier: Frontier) -> tuple[float, float]:
         """Return the iteration time that the policy allows a pipeline, and that of the plan for it."""
-        own_s = own_time_s(frontier, self._policy_in_use(), self._baseline.time_s, self._signal_target_s)
+        own_s = own_time_s(
+            frontier,
+            self._policy_in_use(),
+            self._baseline.time_s,
+            self._signal_target_s,
+            self._record.slowdown_share,
+        )
         return own_s, self._exact.plan_within(frontier, own_s).iteration_time_s
 
     def announce_straggler(self, straggler: Straggler) -> None:
@@ -392,6 +401,7 @@ class Planner:
             self.straggler_times_s(),
             len(self._offers),
             self._signal_target_s,
+            self._record.slowdown_share,
         )
         if self._record.budget_target_time_s is not None and (basis := self.curve_basis()) is not None:
             targets_s = budget_target_times_s(
@@ -444,22 +454,40 @@ class Planner:
         in_use = self._offers.versions_in_use
         self._expected = {version: some for version, some in self._expected.items() if version in in_use}
 
-    def judge(self, iteration: JobIteration, caps: CapWatch) -> Verdict:
-        """Judge an iteration under the plans in force, unless a new frontier is on its way."""
-        if self.frontier is None or self.is_solving or iteration.versions != self._offers.versions:
+    def judge(self, iteration: JobIteration, caps: CapWatch, pair: Pair | None, pairs: PairSums) -> Verdict:
+        """Judge an iteration under the plans in force, unless a new frontier is on its way.
+
+        `pair`: the block at stock beside them that it completes, if it does; `pairs`: the sums with that.
+        """
+        is_in_force = iteration.versions == self._offers.versions and not self._offers.is_beside_plans
+        if self.frontier is None or self.is_solving or not is_in_force:
             return Verdict()
         clocks = [offer.clocks for offer in self._offers if isinstance(offer.clocks, PlannedClocks)]
-        baseline = self._baseline.iteration
+        planned_s = max(some.plan.iteration_time_s for some in clocks)
+        predicted_s = prediction_of_s(planned_s, self.frontier, self._baseline.time_s)
+        proof, is_late = None, False
+        if pair is not None:
+            is_late = pair.planned_time_s > predicted_s * (1 + self._rules.guard_tolerance)
+            promised = self._promised_ratio(self.frontier, predicted_s)
+            proof = proof_of_slowdown(pair, pairs, promised, self._rules)
         return self.watch.judge(
             iteration,
             clocks,
             self.frontier,
-            self._baseline.time_s,
+            predicted_s,
+            proof,
+            is_late,
             self._stragglers.pipelines,
             self._stragglers.suspects,
-            baseline.gap_time_s if baseline is not None else None,
             partial(caps.explain, clocks, self._ranks.usable_clocks_mhz(), self._stragglers.pipelines),
         )
+
+    def _promised_ratio(self, frontier: Frontier, predicted_s: float) -> float:
+        """Return by which factor iterations may be slower than stock: the prediction where it is wanted."""
+        policy = self._policy_in_use()
+        if policy.deadline is None and policy.max_average_power_w is None and policy.signal is None:
+            return 1 + policy.max_slowdown_percent / 100
+        return max(1.0, predicted_s / (no_slowdown(frontier, self._baseline.time_s).time_s + self.overhead_s))
 
     def predicted_time_s(self) -> float | None:
         """Return the iteration time that the offered plans predict; None without plans."""

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.domain.measured import MAX_PERIODS, JobIteration, Period, saving
-from perseus.service.domain.model import STOCK, JobState, PipelineOffer
+from perseus.service.domain.model import STOCK, HoldClocks, JobState, PipelineOffer
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import ComputationColumns, IterationColumns, Order
 from perseus.service.job.iterations.iteration_log import OPEN_LIMIT, IterationLog, report
@@ -51,7 +51,8 @@ def add_all(log: IterationLog, iteration: int, **values: float) -> None:
 def label(log: IterationLog, version: int, start_iteration: int, state: JobState) -> None:
     """Tell the state of the clocks that all pipelines have from an iteration on."""
     for pipeline in range(2):
-        log.label(pipeline, PipelineOffer((version,), start_iteration, STOCK), state)
+        clocks = STOCK if state in (JobState.BASELINE, JobState.STOCK) else HoldClocks((1000,))
+        log.label(pipeline, PipelineOffer((version,), start_iteration, clocks), state)
 
 
 def test_a_pipelines_iteration_takes_as_long_as_its_slowest_rank_and_costs_the_sum() -> None:
@@ -312,7 +313,8 @@ def test_the_report_compares_with_the_latest_baseline_from_any_start() -> None:
     log = IterationLog([rank])
     states = {0: JobState.BASELINE, 1: JobState.PROFILING, 2: JobState.PLANNED, 3: JobState.BASELINE}
     for version, state in [*states.items(), (4, JobState.PLANNED)]:
-        log.label(0, PipelineOffer((version,), 3 * version, STOCK), state)
+        clocks = STOCK if state is JobState.BASELINE else HoldClocks((1000,))
+        log.label(0, PipelineOffer((version,), 3 * version, clocks), state)
         for iteration in range(3 * version, 3 * version + 3):
             log.add(rank, rows([iteration], version=version, time_s=1.0 + version), 1000.0 + iteration)
     expected = [None, 0, 0, None, 3]

@@ -4,7 +4,6 @@ import pytest
 
 from perseus.service.job.planning import stock_blocks
 
-
 REAL = stock_blocks.EARLY_COUNT, stock_blocks.SHARE
 
 

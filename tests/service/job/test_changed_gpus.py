@@ -92,10 +92,11 @@ def test_a_change_while_the_agent_was_away_is_seen_when_it_is_back() -> None:
     cluster.expect(JobState.BASELINE)
 
 
+@pytest.mark.usefixtures("stock_beside_plans")
 def test_a_job_at_stock_stays_there_but_discards_old_measurements() -> None:
     cluster = planned()
-    cluster.iterate(8, duration_s=5.0)
-    cluster.expect(JobState.STOCK)
+    cluster.plan_delay_s = 1.0
+    cluster.run_until(JobState.STOCK)
     set_limits(cluster, GpuLimits(200.0))
     cluster.run(2)
     cluster.expect(JobState.STOCK)
@@ -306,6 +307,7 @@ def test_clocks_that_are_not_reached_are_not_profiled_for_long(reached_mhz: int)
     cluster.expect(JobState.PLANNED)
 
 
+@pytest.mark.usefixtures("stock_beside_plans")
 @pytest.mark.parametrize(("reached_mhz", "state"), [(1300, JobState.PLANNED), (1350, JobState.STOCK)])
 def test_gpus_that_are_always_under_their_power_cap_keep_plans_only_if_they_reach_a_clock_exactly(
     reached_mhz: int, state: JobState
@@ -326,6 +328,7 @@ def test_gpus_that_are_always_under_their_power_cap_keep_plans_only_if_they_reac
     assert bool(cluster.announced(event_pb2.PredictionViolated)) == (state is JobState.STOCK)
 
 
+@pytest.mark.usefixtures("stock_beside_plans")
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_clocks_are_planned_on_again_once_the_cap_has_gone(*, is_restarted: bool) -> None:
     cluster = TruthfulCluster().plan()
@@ -341,9 +344,7 @@ def test_clocks_are_planned_on_again_once_the_cap_has_gone(*, is_restarted: bool
     cluster.run(20)
     assert max(solved_clocks_mhz(cluster, 0)) == 1100
     cluster.now_s += INITIAL_DELAY_S
-    cluster.run(2)
-    cluster.expect(JobState.BASELINE)
-    cluster.run_until(JobState.PLANNED)
-    cluster.run(3)
+    cluster.run(60)
+    cluster.expect(JobState.PLANNED)
     assert max(solved_clocks_mhz(cluster, 0)) == 1400
     assert {rank.capped_clock_mhz for _, rank in cluster.machine.run.ranks.select(RankFilter(), 0)} == {0}

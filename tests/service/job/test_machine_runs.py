@@ -162,14 +162,16 @@ def test_no_restart_leads_back_to_stock_and_a_resumed_job_waits_for_its_missing_
     cluster.iterate_until(JobState.PLANNED)
 
 
+@pytest.mark.usefixtures("stock_beside_plans")
 def test_longer_lags_are_found_until_predictions_are_violated_too_often_and_again_once_resumed() -> None:
     cluster = TruthfulCluster(lag_s=0.006).plan()
     cluster.run(BLOCK)
-    for lag_s in (0.010, 0.013):  # transfer times rise
-        cluster.expect(JobState.PLANNED)
-        cluster.lag_s = lag_s
-        cluster.run(BLOCK)
-    cluster.expect(JobState.STOCK)
+    cluster.lag_s = 0.015  # transfer times rise
+    cluster.run(3 * BLOCK)
+    cluster.expect(JobState.PLANNED)
+    cluster.plan_delay_s = 1.0
+    cluster.run_until(JobState.STOCK, limit=400)
+    cluster.plan_delay_s = 0.0
     lags_s = [solved.transfer_lag_s for solved in cluster.announced(event_pb2.Solved)]
     assert lags_s == sorted(lags_s)
     violations = cluster.announced(event_pb2.PredictionViolated)
@@ -183,11 +185,12 @@ def test_longer_lags_are_found_until_predictions_are_violated_too_often_and_agai
     assert before.after == job_pb2.JOB_STATE_SOLVING, "it is not planned on the frontier that failed"
     assert after.after == job_pb2.JOB_STATE_PLANNED
     cluster.slowness = slower_below_the_highest_clock
-    cluster.run(BLOCK)
-    assert len(cluster.announced(event_pb2.PredictionViolated)) == MAX_PREDICTION_VIOLATIONS + 2
+    cluster.run(2 * BLOCK)
+    assert len(cluster.announced(event_pb2.PredictionViolated)) > MAX_PREDICTION_VIOLATIONS + 1
     cluster.expect(JobState.PLANNED)
 
 
+@pytest.mark.usefixtures("stock_beside_plans")
 def test_violated_predictions_survive_a_restart_and_kept_ones_cancel_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -198,7 +201,7 @@ def test_violated_predictions_survive_a_restart_and_kept_ones_cancel_them(
     cluster.restart()
     cluster.join_all()
     assert cluster.machine.record.prediction_violation_count == 1
-    cluster.run(3 * BLOCK)
+    cluster.run(5 * BLOCK)
     assert cluster.machine.record.prediction_violation_count == 0
 
 

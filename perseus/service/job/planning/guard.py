@@ -4,19 +4,23 @@ It judges by stock beside the plans (`stock_blocks`), whatever was predicted and
 The promise is the policy's: no slower than stock, or within a slowdown; where plans are meant to be slower (a
 deadline, power, a signal) it is their prediction. `guard_tolerance` comes on top, and never grows.
 
-The evidence accumulates from pair to pair, and looking at it after each must not raise the false alarms: the
-n-th look spends the share 1 / n (n + 1) of `FALSE_ALARMS`, which is 1 in all. Until there are enough pairs to
-know how much they scatter, a plan has to be slower than stock on both sides of a block.
+Evidence is sought in three ways: in all pairs, in the latest ones (a plan that becomes slow after a good week
+must not live on that), and within the latest alone, where both sides have to be slower than the block between
+them. Looking again after each pair must not raise the false alarms: the n-th look spends the share
+1 / n (n + 1) of `FALSE_ALARMS`, which is 1 in all.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 from perseus.service.domain.measured import MIN_PAIRS
-from perseus.service.domain.pairs import Pair, PairSums
+from perseus.service.domain.pairs import NO_PAIRS, Pair, PairSums
 from perseus.service.job.rules import Rules
 
 FALSE_ALARMS = 0.02
 """Share of plans that keep their promise and are withdrawn all the same, at most."""
+
+_LATEST_COUNT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +37,34 @@ class SlowdownProof:
     pair_count: int
 
 
-def proof_of_slowdown(pair: Pair, pairs: PairSums, promised: float, rules: Rules) -> SlowdownProof | None:
-    """Return the proof that plans take more than `promised` × stock's time, if there is one.
+class Guard:
+    """Watches the pairs of the plans in force."""
 
-    `pairs` includes the latest `pair`.
-    """
-    count = pairs.count
-    confidence = 1 - 2 * FALSE_ALARMS / (count * (count + 1))  # of an interval, of which one side counts
-    ratio = pairs.ratio
-    if count < MIN_PAIRS:
-        surely = pair.min_ratio(confidence)
-    else:
-        margin = pairs.ratio_margin(confidence)
-        assert margin is not None
-        surely = ratio - margin
-    if surely <= promised * (1 + rules.guard_tolerance):
-        return None
-    return SlowdownProof(ratio, surely, promised, pair, count)
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._latest: deque[Pair] = deque(maxlen=_LATEST_COUNT)
+
+    def judge(self, pair: Pair, pairs: PairSums, promised: float) -> SlowdownProof | None:
+        """Take a pair; return the proof that plans take more than `promised` × stock's time, if there is one.
+
+        `pairs`: the sums over all pairs of these plans, with this one.
+        """
+        count = pairs.count
+        if count == 1:
+            self._latest.clear()
+        self._latest.append(pair)
+        latest = NO_PAIRS
+        for each in self._latest:
+            latest = latest.with_pair(each.planned_time_s, each.stock_time_s)
+        confidence = 1 - 2 * FALSE_ALARMS / 3 / (
+            count * (count + 1)
+        )  # of intervals, of which one side counts
+        proofs = [(pair.planned_time_s / pair.stock_time_s, pair.min_ratio(confidence))]
+        for sums in (latest, pairs):
+            margin = sums.ratio_margin(confidence)
+            if sums.count >= MIN_PAIRS and margin is not None:
+                proofs.append((sums.ratio, sums.ratio - margin))
+        ratio, surely = max(proofs, key=lambda proof: proof[1])
+        if surely <= promised * (1 + self._rules.guard_tolerance):
+            return None
+        return SlowdownProof(ratio, surely, promised, pair, count)

@@ -166,8 +166,11 @@ class PlanWatch:
             return Verdict(f"predictions were violated {violation_count} times")
         if is_corrected:
             return Verdict("the prediction was violated, and the profile was corrected", solve_again=True)
-        if proof.promised > 1 and self._record.policy.max_slowdown_percent:
-            self._record.slowdown_share *= (proof.promised - 1) / (proof.ratio - 1)
+        if allowed := self._record.policy.max_slowdown_percent / 100:
+            # What is too slow may be a share of the slowdown, or the same under all plans.
+            share, excess = self._record.slowdown_share, proof.ratio - proof.promised
+            less = min(share * allowed / (proof.ratio - 1), share - excess / allowed)
+            self._record.slowdown_share = max(0.0, less)
             return Verdict("plans exceed the policy's slowdown: faster ones are tried", solve_again=True)
         slowest = max((some.plan for some in clocks), key=lambda plan: plan.iteration_time_s)
         return Verdict(

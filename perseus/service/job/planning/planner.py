@@ -24,7 +24,7 @@ from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.planning.caps import CapWatch
 from perseus.service.job.planning.exact_plans import ExactPlans
-from perseus.service.job.planning.guard import proof_of_slowdown
+from perseus.service.job.planning.guard import Guard
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.planning.operating_point import (
     budget_target_times_s,
@@ -91,6 +91,7 @@ class Planner:
         self.watch = PlanWatch(record, parallelism, rules, profiler, buffer)
         self._record = record
         self._rules = rules
+        self._guard = Guard(rules)
         self._counters = counters
         self._schedule = schedule
         self._ranks = ranks
@@ -469,7 +470,7 @@ class Planner:
         if pair is not None:
             is_late = pair.planned_time_s > predicted_s * (1 + self._rules.guard_tolerance)
             promised = self._promised_ratio(self.frontier, predicted_s)
-            proof = proof_of_slowdown(pair, pairs, promised, self._rules)
+            proof = self._guard.judge(pair, pairs, promised)
         return self.watch.judge(
             iteration,
             clocks,

@@ -1362,9 +1362,10 @@ class PlanOffer(google.protobuf.message.Message):
     epoch: builtins.str
     """Epoch of the coordinator's state."""
     version: builtins.int
-    """Version, rising within the job over all its runs, so that an offer of an earlier run is never mistaken for
-    one of the current run. It belongs to the clocks and survives reconnects. A rank whose clocks a new plan does not
-    change keeps its version and receives no offer.
+    """Version of these clocks. New ones rise within the job over all its runs, so that an offer of an earlier run is
+    never mistaken for one of the current run. It belongs to the clocks and survives reconnects; a plan that comes
+    back after some iterations at stock has its version again. A rank whose clocks a new plan does not change keeps
+    its version and receives no offer.
     """
     start_iteration: builtins.int
     """First iteration under these clocks. A rank that has already begun it refuses the offer."""
@@ -1591,27 +1592,40 @@ Global___Heartbeat: typing_extensions.TypeAlias = Heartbeat
 
 @typing.final
 class JobSaving(google.protobuf.message.Message):
-    """What the plans in force on a job's ranks save, measured against its stock baseline."""
+    """What the plans in force on a job's ranks save, measured against stock."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     JOB_ID_FIELD_NUMBER: builtins.int
     ENERGY_PERCENT_FIELD_NUMBER: builtins.int
     SLOWDOWN_PERCENT_FIELD_NUMBER: builtins.int
+    ENERGY_MARGIN_PERCENT_FIELD_NUMBER: builtins.int
+    SLOWDOWN_MARGIN_PERCENT_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
     energy_percent: builtins.float
-    """Energy saved, percent of the baseline's."""
+    """Energy saved, percent of stock's."""
     slowdown_percent: builtins.float
-    """Time lost, percent of the baseline's; below 0 if time was gained."""
+    """Time lost, percent of stock's; below 0 if time was gained."""
+    energy_margin_percent: builtins.float
+    """Half the 95 % interval of energy_percent; absent while it is unknown."""
+    slowdown_margin_percent: builtins.float
+    """Half the 95 % interval of slowdown_percent; absent while it is unknown."""
     def __init__(
         self,
         *,
         job_id: builtins.str = ...,
         energy_percent: builtins.float = ...,
         slowdown_percent: builtins.float = ...,
+        energy_margin_percent: builtins.float | None = ...,
+        slowdown_margin_percent: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["energy_percent", b"energy_percent", "job_id", b"job_id", "slowdown_percent", b"slowdown_percent"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_energy_margin_percent", b"_energy_margin_percent", "_slowdown_margin_percent", b"_slowdown_margin_percent", "energy_margin_percent", b"energy_margin_percent", "slowdown_margin_percent", b"slowdown_margin_percent"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_energy_margin_percent", b"_energy_margin_percent", "_slowdown_margin_percent", b"_slowdown_margin_percent", "energy_margin_percent", b"energy_margin_percent", "energy_percent", b"energy_percent", "job_id", b"job_id", "slowdown_margin_percent", b"slowdown_margin_percent", "slowdown_percent", b"slowdown_percent"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_energy_margin_percent", b"_energy_margin_percent"]) -> typing.Literal["energy_margin_percent"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_slowdown_margin_percent", b"_slowdown_margin_percent"]) -> typing.Literal["slowdown_margin_percent"] | None: ...
 
 Global___JobSaving: typing_extensions.TypeAlias = JobSaving
 

@@ -1263,7 +1263,7 @@ Global___RankGpuError: typing_extensions.TypeAlias = RankGpuError
 
 @typing.final
 class PredictionViolated(google.protobuf.message.Message):
-    """Iterations took longer than the plans in force predicted."""
+    """Iterations under the plans in force surely took longer than promised, compared with stock beside them."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1274,16 +1274,16 @@ class PredictionViolated(google.protobuf.message.Message):
     LAST_ITERATION_FIELD_NUMBER: builtins.int
     PLAN_VERSIONS_FIELD_NUMBER: builtins.int
     predicted_time_s: builtins.float
-    """The predicted iteration time, seconds."""
+    """What was promised, seconds: the policy's multiple of baseline_time_s."""
     median_time_s: builtins.float
-    """Median of the latest iterations, seconds."""
+    """Mean of the latest iterations under the plans, seconds."""
     baseline_time_s: builtins.float
-    """The stock baseline, seconds."""
+    """Mean of the iterations at stock between them, seconds."""
     last_iteration: builtins.int
     """The latest of them."""
     @property
     def iteration_times_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """The iterations, seconds, the latest last."""
+        """The iterations under the plans, seconds, the latest last."""
 
     @property
     def plan_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

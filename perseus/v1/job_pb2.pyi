@@ -1127,7 +1127,9 @@ class ReportPeriod(google.protobuf.message.Message):
 
     @property
     def saving(self) -> Global___Saving:
-        """Comparison with the latest stock baseline before it; absent without one, and for a baseline."""
+        """Comparison with blocks at stock beside it or, before there are three, with stock before it; absent without
+        either, and for a baseline.
+        """
 
     def __init__(
         self,
@@ -1167,7 +1169,7 @@ Global___ReportPeriod: typing_extensions.TypeAlias = ReportPeriod
 
 @typing.final
 class Saving(google.protobuf.message.Message):
-    """Comparison of iterations with the stock baseline."""
+    """Comparison of iterations with stock."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1179,7 +1181,7 @@ class Saving(google.protobuf.message.Message):
     ENERGY_MARGIN_PERCENT_FIELD_NUMBER: builtins.int
     SLOWDOWN_MARGIN_PERCENT_FIELD_NUMBER: builtins.int
     baseline_period_number: builtins.int
-    """Number of the period that is the baseline."""
+    """Number of the period that was at stock: an earlier one, or the compared one, if blocks at stock ran beside it."""
     energy_percent: builtins.float
     """Energy saved, percent of the baseline's; absent if no energy was measured in either."""
     energy_se_percent: builtins.float

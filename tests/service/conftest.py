@@ -8,7 +8,7 @@ REAL = stock_blocks.EARLY_COUNT, stock_blocks.SHARE
 
 
 @pytest.fixture(autouse=True)
-def _no_stock_beside_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_stock_beside_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans stay in force in all tests but those of stock beside them."""
     monkeypatch.setattr(stock_blocks, "EARLY_COUNT", 0)
     monkeypatch.setattr(stock_blocks, "SHARE", 1e-9)

@@ -44,7 +44,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from enum import IntEnum
 from functools import partial
 from typing import Any, TypeVar
@@ -149,24 +149,34 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What a job's plans save, in percent of stock, and how much more time iterations take."""
+    """What a job's plans save, in percent of stock, and how much more time iterations take.
+
+    Margins are half of 95 % intervals; None while they are unknown.
+    """
 
     energy_percent: float
     slowdown_percent: float
+    energy_margin_percent: float | None = None
+    slowdown_margin_percent: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.energy_percent:.1f} % of energy, at {self.slowdown_percent:+.1f} % of time"
+        energy, slowdown = f"{self.energy_percent:.1f}", f"{self.slowdown_percent:+.1f}"
+        if self.energy_margin_percent is not None:
+            energy += f" ± {self.energy_margin_percent:.1f}"
+        if self.slowdown_margin_percent is not None:
+            slowdown += f" ± {self.slowdown_margin_percent:.1f}"
+        return f"{energy} % of energy, at {slowdown} % of time"
 
     def rounded(self) -> "Saving":
         """Return it in tenths of a percent."""
-        return Saving(round(self.energy_percent, 1), round(self.slowdown_percent, 1))
+        known = {name: round(figure, 1) for name, figure in asdict(self).items() if figure is not None}
+        return Saving(**known)
 
     def figures(self) -> dict[str, float]:
-        """Return it by the names that trainings log."""
-        return {
-            "perseus_energy_saved_percent": self.energy_percent,
-            "perseus_slowdown_percent": self.slowdown_percent,
-        }
+        """Return what is known of it by the names that trainings log."""
+        names = ("energy_saved", "slowdown", "energy_saved_margin", "slowdown_margin")
+        figures = zip(names, astuple(self), strict=True)
+        return {f"perseus_{name}_percent": figure for name, figure in figures if figure is not None}
 
 
 SAVING = "SAVING"
@@ -366,7 +376,7 @@ def encode(message: Message) -> bytes:
         case Reply(ok, reason, text, is_notice, saving):
             reply = {"type": "reply", "ok": ok, "reason": reason, "message": text}
             if saving is not None:
-                reply["saving"] = [saving.energy_percent, saving.slowdown_percent]
+                reply["saving"] = list(astuple(saving))
             return _encode_json({**reply, "is_notice": True} if is_notice else reply)
         case Packing(is_allowed):
             return _encode_json({"type": "packing", "is_allowed": is_allowed})
@@ -575,9 +585,10 @@ def _decode_json(packet: bytes) -> Message:
 
 def _saving(fields: dict[str, Any]) -> Saving:
     match _field(fields, "saving", list):
-        case [int() | float() as energy_percent, int() | float() as slowdown_percent]:
-            return Saving(energy_percent, slowdown_percent)
-    raise MalformedPacket("packet: field 'saving': expected two numbers")
+        case [int() | float() as energy_percent, int() | float() as slowdown_percent, *margins]:
+            if len(margins) <= 2 and all(isinstance(margin, int | float | None) for margin in margins):
+                return Saving(energy_percent, slowdown_percent, *margins)
+    raise MalformedPacket("packet: field 'saving': expected two numbers, and their margins")
 
 
 def _field(fields: dict[str, Any], name: str, expected: type[T]) -> T:

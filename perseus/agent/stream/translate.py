@@ -542,6 +542,10 @@ def _saving(saving: wire.JobSaving) -> Saving:
     return Saving(
         _within(f"{where}.energy_percent", saving.energy_percent, -most, most),
         _within(f"{where}.slowdown_percent", saving.slowdown_percent, -most, most),
+        *(
+            _within(f"{where}.{name}", getattr(saving, name), 0.0, most) if saving.HasField(name) else None
+            for name in ("energy_margin_percent", "slowdown_margin_percent")
+        ),
     )
 
 

@@ -166,6 +166,8 @@ class OutboxPort:
                     job_id=job_id,
                     energy_percent=saving.energy_percent,
                     slowdown_percent=saving.slowdown_percent,
+                    energy_margin_percent=saving.energy_margin_percent,
+                    slowdown_margin_percent=saving.slowdown_margin_percent,
                 )
                 for job_id, saving in savings.items()
                 if saving.energy_percent is not None

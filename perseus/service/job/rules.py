@@ -55,13 +55,14 @@ class Rules(BaseModel):
         default=1.0,
         gt=0,
         le=1000,
-        description="Return to stock when iterations surely exceed the prediction by this much.",
+        description="Withdraw plans that are surely slower than promised by this much, compared with stock beside "
+        "them.",
     )
     guard_iterations: int = Field(
         default=5,
         ge=1,
         le=1000,
-        description="Minimum number of iterations whose median has to exceed the prediction.",
+        description="Iterations in which a cap of clocks, or irregular iterations, have to last.",
     )
 
     @property
@@ -71,7 +72,7 @@ class Rules(BaseModel):
 
     @property
     def guard_tolerance(self) -> float:
-        """The share by which the median of iterations may always exceed the prediction."""
+        """The share by which iterations may exceed what is promised."""
         return self.guard_tolerance_percent / 100
 
     @property

@@ -49,6 +49,11 @@ PLACES = list(make_spec().parallelism.all_coordinates())
 LEASE_S = 10.0
 
 
+@pytest.fixture(autouse=True)
+def no_stock_beside_plans() -> None:
+    """Blocks at stock come as they really do."""
+
+
 class RandomRun(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +63,7 @@ class RandomRun(RuleBasedStateMachine):
         self.waiting: deque[SendOffer] = deque()
         self.problems: deque[Solve] = deque()
         self.joined: set[Coordinates] = set()
-        self.sent_versions: dict[Coordinates, int] = {}
+        self.sent: dict[tuple[Coordinates, int], object] = {}
         self.unknown: list[OfferAnswered] = []
         self.reported: TelemetryArrived | None = None
         self.incarnations = 0
@@ -70,9 +75,9 @@ class RandomRun(RuleBasedStateMachine):
         for command in commands:
             if isinstance(command, SendOffer):
                 assert command.rank in self.joined, "an offer to a rank that no agent serves"
-                version = command.offer.version
-                assert version >= self.sent_versions.get(command.rank, 0), "a version went backwards"
-                self.sent_versions[command.rank] = version
+                version = command.rank, command.offer.version
+                clocks = stage_clocks(command.offer.clocks, command.rank.stage)
+                assert self.sent.setdefault(version, clocks) == clocks, "a version has other clocks"
                 self.waiting.append(command)
             elif isinstance(command, AcceptRank | SendMaxClock):
                 self.rank(command.rank).limit(command.max_clock)
@@ -153,16 +158,14 @@ class RandomRun(RuleBasedStateMachine):
             if self.cluster.machine.record.state is JobState.BASELINE:  # it waits for the end of stragglers
                 for pipeline in self.cluster.machine.run.stragglers.pipelines:
                     self.take(self.cluster.handle(StragglerCleared(pipeline)))
-            calm_count = calm_count + 1 if self.is_calm() else 0
-            if calm_count == 10:
+            machine = self.cluster.machine
+            is_calm = machine.record.state in (JobState.PLANNED, JobState.STOCK) and all(
+                rank.in_force.version == machine.run.offers.of_rank(place).version
+                for place, rank in self.cluster.ranks.items()
+            )
+            calm_count += is_calm
+            if calm_count >= 10 and is_calm and not machine.run.offers.is_beside_plans:
                 break
-
-    def is_calm(self) -> bool:
-        machine = self.cluster.machine
-        return machine.record.state in (JobState.PLANNED, JobState.STOCK) and all(
-            rank.in_force.version == machine.run.offers.of_rank(place).version
-            for place, rank in self.cluster.ranks.items()
-        )
 
     # The random events.
 

@@ -55,8 +55,7 @@ class Rules(BaseModel):
         default=1.0,
         gt=0,
         le=1000,
-        description="Withdraw plans that are surely slower than promised by this much, compared with stock beside "
-        "them.",
+        description="Withdraw plans that are surely slower than promised by this much, beside stock.",
     )
     guard_iterations: int = Field(
         default=5,

@@ -21,6 +21,12 @@ from tests.service.job.recorded.runs import FILES, RecordedRun, Step, load
 _EXPLAINED = ".look.power."
 """Not compared for an ended run: budgets no longer request its power, and no machine is kept to answer."""
 
+
+@pytest.fixture(autouse=True)
+def no_stock_beside_plans() -> None:
+    """Blocks at stock come as they were recorded."""
+
+
 NAMES = sorted(path.name.removesuffix(".jsonl.gz") for path in FILES.glob("*.jsonl.gz"))
 assert len(NAMES) >= 30
 

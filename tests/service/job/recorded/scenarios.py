@@ -330,7 +330,9 @@ def a_prediction_that_is_violated(_steps: Steps) -> None:
 
 def a_violation_that_nothing_explains(_steps: Steps) -> None:
     cluster = TruthfulCluster().plan()
-    cluster.iterate(8, duration_s=5.0)
+    cluster.plan_delay_s = 1.0
+    cluster.run_until(JobState.STOCK)
+    cluster.plan_delay_s = 0.0
     cluster.send(ResumeRequested())
     cluster.run(40)
 

@@ -258,6 +258,7 @@ class FakeRank:
     foreign_clock: ForeignClock | None = None
     reasons: int = 0
     capped_mhz: int = 0
+    relative_work: float = 0.0
     max_clock: MaxClock | None = None
     begun_version: int | None = None
     has_clock_change: bool = False
@@ -381,6 +382,7 @@ class FakeRank:
                 clock_event_reasons=[self.reasons],
                 capped_clock_mhz=[self.capped_mhz],
                 has_clock_change=[self.has_clock_change],
+                relative_work=[self.relative_work],
             ),
             clocks=clock_statistics(self.in_force.version, self.set_latency_s)
             if self.set_latency_s

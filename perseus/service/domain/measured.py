@@ -54,6 +54,7 @@ class JobIteration:
         state: the job state in which the newest of its clocks were offered.
         unmeasured_rank_count: ranks whose energy is unknown and missing from all figures here.
         has_clock_change: clocks changed during the iteration of some rank, so that its figures mean nothing.
+        relative_work: the most that a rank states; 1 if none does.
     """
 
     iteration: int
@@ -70,6 +71,7 @@ class JobIteration:
     has_straggler: bool = False
     unmeasured_rank_count: int = 0
     has_clock_change: bool = False
+    relative_work: float = 1.0
 
 
 MIN_PAIRS = 3

@@ -26,10 +26,11 @@ class StockReason(enum.Enum):
     NO_FRONTIER = "no frontier"
     PREDICTIONS_VIOLATED = "predictions violated"
     UNEXPLAINED = "unexplained"
+    UNDECIDED = "undecided"
     QUARANTINED = "quarantined"
 
 
-RETRIED = frozenset({StockReason.PREDICTIONS_VIOLATED, StockReason.UNEXPLAINED})
+RETRIED = frozenset({StockReason.PREDICTIONS_VIOLATED, StockReason.UNEXPLAINED, StockReason.UNDECIDED})
 """The reasons that a passing disturbance may have: the job is tried again by itself."""
 
 UNATTENDED_FALL_BACKS = 7
@@ -87,6 +88,10 @@ _NEXT_STEPS = {
         "tries have failed for a day: end what else runs on these GPUs and their hosts, then `perseus jobs "
         "resume JOB`; if nothing does, report the event of `perseus jobs events JOB --type "
         "measurements_unexplained`"
+    ),
+    StockReason.UNDECIDED: (
+        "if the work depends on the data, have the trainer state it, `probe.iteration(relative_work=…)`; or "
+        "allow a slowdown, `perseus jobs policy JOB --max-slowdown-percent`; then `perseus jobs resume JOB`"
     ),
     StockReason.QUARANTINED: (
         "`perseus jobs resume JOB` starts it again from its stored state; report the traceback in the "

@@ -262,6 +262,10 @@ class IterationJudge:
             return
         if pair is not None:
             run.baseline.renew(run.log.periods[-1])
+            why = run.planner.why_undecided(run.log.periods[-1]) if verdict.withdraw is None else None
+            if why is not None:
+                self._lifecycle.fall_back(StockReason.UNDECIDED, why)
+                return
         if verdict.withdraw is not None and verdict.solve_again and frontier is not None:
             latest = map(run.timelines.latest, range(len(run.offers)))
             changed = changed_work(frontier.pipeline, filter(None, latest))

@@ -1,9 +1,10 @@
 """Clusters in a state, emulated clusters whose iterations take time, and helpers to compare commands."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from statistics import median
+from statistics import median, pstdev
 from typing import Any
 
 import numpy as np
@@ -213,7 +214,7 @@ class TruthfulCluster(EmulatedCluster):
         if self._is_above_cap(rank) and batch.energy is not None:
             batch = batch._replace(energy=replace(batch.energy, samples=()))  # windows are discarded
         if batch.energy is not None:
-            batch = batch._replace(energy=_scaled(batch.energy, median(worked)))
+            batch = batch._replace(energy=_scaled(batch.energy, worked))
         if self._reports_timelines:
             batch = batch._replace(computations=self._timeline(rank, batch.computations))
         return replace(event, batch=batch)
@@ -288,9 +289,17 @@ class TruthfulCluster(EmulatedCluster):
         )
 
 
-def _scaled(reported: EnergyEstimate, factor: float) -> EnergyEstimate:
+def _scaled(reported: EnergyEstimate, worked: list[float]) -> EnergyEstimate:
+    """Return an estimate for so much work in each iteration; what varies is in its errors."""
+    factor, error = median(worked), pstdev(worked) / math.sqrt(len(worked))
     samples = (
-        replace(some, time_s=some.time_s * factor, energy_j=some.energy_j * factor)
+        replace(
+            some,
+            time_s=some.time_s * factor,
+            time_se_s=math.hypot(some.time_se_s, some.time_s * error),
+            energy_j=some.energy_j * factor,
+            energy_se_j=math.hypot(some.energy_se_j, some.energy_j * error),
+        )
         for some in reported.samples
     )
     return replace(reported, samples=tuple(samples))

@@ -59,6 +59,7 @@ class _Open:
     gap_energy_j: list[float]
     gap_slowed_time_s: list[float]
     has_clock_change: bool = False
+    relative_work: float = 0.0
 
 
 class _Label(NamedTuple):
@@ -223,6 +224,8 @@ class IterationLog:
                 entry.gap_energy_j[index] = rows.gap_energy_j[row]
             if rows.gap_slowed_time_s:
                 entry.gap_slowed_time_s[index] = rows.gap_slowed_time_s[row]
+            if rows.relative_work:
+                entry.relative_work = max(entry.relative_work, rows.relative_work[row])
             entry.has_clock_change |= bool(rows.has_clock_change) and rows.has_clock_change[row]
             if not entry.missing_counts[rank.pipeline]:
                 summaries.append(
@@ -249,7 +252,7 @@ class IterationLog:
         """Whether a period under plans follows the latest stock baseline; True without a baseline."""
         stock = self.latest_baseline
         return stock is None or any(
-            period.state is JobState.PLANNED and period.number > stock.number for period in self.periods
+            period.state is JobState.PLANNED and period.number >= stock.number for period in self.periods
         )
 
     def mark_disturbance(self, *, is_disturbed: bool) -> Period | None:
@@ -330,6 +333,7 @@ class IterationLog:
             has_straggler=self._has_straggler_at(iteration),
             unmeasured_rank_count=entry.energy_j.count(0.0),
             has_clock_change=entry.has_clock_change,
+            relative_work=entry.relative_work or 1.0,
         )
         self.iteration_time_s = complete.iteration_time_s
         self.latest, self.totals = complete, self.totals.with_iteration(complete)

@@ -13,8 +13,9 @@ them. Looking again after each pair must not raise the false alarms: the n-th lo
 from collections import deque
 from dataclasses import dataclass
 
-from perseus.service.domain.measured import MIN_PAIRS
+from perseus.service.domain.measured import MIN_PAIRS, Period
 from perseus.service.domain.pairs import NO_PAIRS, Pair, PairSums
+from perseus.service.job.planning.stock_blocks import EARLY_COUNT
 from perseus.service.job.rules import Rules
 
 FALSE_ALARMS = 0.02
@@ -35,6 +36,10 @@ class SlowdownProof:
     promised: float
     pair: Pair
     pair_count: int
+
+
+DECISION_S = 3600.0
+"""Time under plans after which it has to be known whether they keep their promise."""
 
 
 class Guard:
@@ -68,3 +73,16 @@ class Guard:
         if surely <= promised * (1 + self._rules.guard_tolerance):
             return None
         return SlowdownProof(ratio, surely, promised, pair, count)
+
+    def undecided_margin(self, period: Period, promised: float) -> float | None:
+        """Return the ratio's margin if it is too large to tell, by now, whether plans keep their promise."""
+        pairs, tolerance = period.time_pairs, self._rules.guard_tolerance
+        margin = pairs.ratio_margin()
+        if (
+            margin is None
+            or pairs.count < EARLY_COUNT
+            or period.end_time_s - period.start_time_s < DECISION_S
+        ):
+            return None
+        is_kept = pairs.ratio + margin <= promised * (1 + tolerance)
+        return None if is_kept or margin <= tolerance else margin

@@ -13,7 +13,7 @@ from perseus.service.domain.commands import DropSolve, SlowPlan, Solve
 from perseus.service.domain.inputs import SignalTargetSet
 from perseus.service.domain.job_power import PowerCurveBasis
 from perseus.service.domain.job_signal import JobSignal, SpeedCurveBasis
-from perseus.service.domain.measured import JobIteration
+from perseus.service.domain.measured import JobIteration, Period
 from perseus.service.domain.messages import NUMBERS, policy_to_proto, signal_target_to_proto
 from perseus.service.domain.model import Clocks, NoSlowdown, PlannedClocks, Straggler
 from perseus.service.domain.pairs import Pair, PairSums
@@ -481,6 +481,20 @@ class Planner:
             self._stragglers.pipelines,
             self._stragglers.suspects,
             partial(caps.explain, clocks, self._ranks.usable_clocks_mhz(), self._stragglers.pipelines),
+        )
+
+    def why_undecided(self, period: Period) -> str | None:
+        """Say that noise hides for too long whether the plans of a period keep their promise, if it does."""
+        planned_s = self.predicted_time_s()
+        if self.frontier is None or planned_s is None:
+            return None
+        promised = self._promised_ratio(self.frontier, planned_s)
+        margin = self._guard.undecided_margin(period, promised)
+        if margin is None:
+            return None
+        return (
+            f"iterations vary too much: after an hour under plans they take {period.time_pairs.ratio:.3f} ± "
+            f"{margin:.3f} × stock's beside them, and {promised:.3f} × is promised"
         )
 
     def _promised_ratio(self, frontier: Frontier, predicted_s: float) -> float:

@@ -7,7 +7,8 @@ change of clocks counts on neither side.
 
 The first blocks follow each other closely: whether a plan keeps what it promises has to be known soon. Later
 ones take `SHARE` of the iterations, at random distances, so that nothing periodic (evaluation, checkpoints,
-the length of an epoch) falls on one side. Irregular iterations count on no side.
+the length of an epoch) falls on one side. Irregular iterations count on no side. Where trainers state their
+iterations' work, time and energy are those of a unit of work.
 """
 
 import enum
@@ -93,7 +94,8 @@ class StockBlocks:
         if usual_gap_s is not None and is_planned:
             lost_s = min(iteration.gap_slowed_time_s, max(0.0, iteration.gap_time_s - usual_gap_s))
         known_j = 0.0 if iteration.unmeasured_rank_count else math.fsum(iteration.pipeline_energy_j)
-        figure = iteration.iteration_time_s + lost_s, known_j
+        work = iteration.relative_work
+        figure = (iteration.iteration_time_s + lost_s) / work, known_j / work
         match self._phase:
             case _Phase.BEFORE if is_planned:
                 self._wait -= 1

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import JobState
 from perseus.service.domain.pairs import NO_PAIRS, Pair
 from perseus.service.domain.specification import OperatingPolicy
-from perseus.service.job.planning import stock_blocks
+from perseus.service.domain.stall import StockReason
+from perseus.service.job.planning import guard, stock_blocks
 from perseus.service.job.planning.guard import Guard, SlowdownProof
 from perseus.service.job.planning.stock_blocks import BlockStep, StockBlocks
 from perseus.service.job.rules import Rules
@@ -212,3 +214,23 @@ def test_plans_beyond_the_policys_slowdown_are_followed_by_faster_ones() -> None
     assert cluster.announced(event_pb2.PredictionViolated)
     assert cluster.machine.record.state is JobState.PLANNED
     assert cluster.job().max_planned_iteration_time_s < slower_s
+
+
+def test_stated_work_explains_what_varies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, after an hour in which nothing can be told, the job goes back to stock and says why."""
+    monkeypatch.setattr(guard, "DECISION_S", 300.0)
+    rng = np.random.default_rng(0)
+    for is_stated in (True, False):
+        cluster = TruthfulCluster().plan()
+        for _ in range(400):
+            work = float(np.exp(0.5 * rng.standard_normal()))
+            cluster.work = partial(lambda work, _stage: work, work)
+            for rank in cluster.ranks.values():
+                rank.relative_work = work if is_stated else 0.0
+            cluster.run(1)
+            if cluster.machine.record.state is JobState.STOCK:
+                break
+        assert cluster.machine.record.state is (JobState.PLANNED if is_stated else JobState.STOCK)
+    assert cluster.machine.record.stock_reason is StockReason.UNDECIDED
+    assert "iterations vary too much: after an hour" in cluster.job().state_reason
+    assert "relative_work" in cluster.job().next_step

@@ -115,7 +115,8 @@ def next_step(reason: StallReason | StockReason | None, job_id: str, fall_back_c
 
     `fall_back_count`: that of its record.
     """
-    step = _NEXT_STEPS[reason] if needs_person(reason, fall_back_count) else _RETRY_STEP
+    is_known = needs_person(reason, fall_back_count) or reason is StockReason.UNDECIDED
+    step = _NEXT_STEPS[reason] if is_known else _RETRY_STEP
     return step.replace("JOB", job_id)
 
 

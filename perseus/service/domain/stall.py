@@ -26,11 +26,15 @@ class StockReason(enum.Enum):
     NO_FRONTIER = "no frontier"
     PREDICTIONS_VIOLATED = "predictions violated"
     UNEXPLAINED = "unexplained"
+    NOISY = "noisy"
     UNDECIDED = "undecided"
     QUARANTINED = "quarantined"
 
 
-RETRIED = frozenset({StockReason.PREDICTIONS_VIOLATED, StockReason.UNEXPLAINED, StockReason.UNDECIDED})
+NOISY = frozenset({StockReason.NOISY, StockReason.UNDECIDED})
+"""The reasons that lie in how much times vary: what helps is known at once."""
+
+RETRIED = frozenset({StockReason.PREDICTIONS_VIOLATED, StockReason.UNEXPLAINED}) | NOISY
 """The reasons that a passing disturbance may have: the job is tried again by itself."""
 
 UNATTENDED_FALL_BACKS = 7
@@ -89,6 +93,11 @@ _NEXT_STEPS = {
         "resume JOB`; if nothing does, report the event of `perseus jobs events JOB --type "
         "measurements_unexplained`"
     ),
+    StockReason.NOISY: (
+        "if the work depends on the data, have the trainer state it, `probe.iteration(relative_work=…)`; if "
+        "not, end what else runs on its hosts, or measure longer (`profile_iterations`); then `perseus jobs "
+        "resume JOB`"
+    ),
     StockReason.UNDECIDED: (
         "if the work depends on the data, have the trainer state it, `probe.iteration(relative_work=…)`; or "
         "allow a slowdown, `perseus jobs policy JOB --max-slowdown-percent`; then `perseus jobs resume JOB`"
@@ -115,7 +124,7 @@ def next_step(reason: StallReason | StockReason | None, job_id: str, fall_back_c
 
     `fall_back_count`: that of its record.
     """
-    is_known = needs_person(reason, fall_back_count) or reason is StockReason.UNDECIDED
+    is_known = needs_person(reason, fall_back_count) or reason in NOISY
     step = _NEXT_STEPS[reason] if is_known else _RETRY_STEP
     return step.replace("JOB", job_id)
 

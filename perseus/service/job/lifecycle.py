@@ -362,6 +362,8 @@ class Lifecycle:
         """Take the requested frontier."""
         if self._has_use_for_answer():
             self._run.planner.take_frontier(frontier)
+            if (why := self._run.planner.why_too_noisy) is not None:
+                self.fall_back(StockReason.NOISY, why)
             self.retarget()
 
     def take_plan(self, refinement: Refinement, plan: Plan) -> None:

@@ -234,3 +234,15 @@ def test_stated_work_explains_what_varies(monkeypatch: pytest.MonkeyPatch) -> No
     assert cluster.machine.record.stock_reason is StockReason.UNDECIDED
     assert "iterations vary too much: after an hour" in cluster.job().state_reason
     assert "relative_work" in cluster.job().next_step
+
+
+def test_times_that_are_known_too_badly_make_no_plan() -> None:
+    cluster, rng = TruthfulCluster(), np.random.default_rng(0)
+    cluster.join_all()
+    while cluster.machine.record.state is not JobState.STOCK:
+        cluster.work = partial(lambda work, _stage: work, float(np.exp(0.5 * rng.standard_normal())))
+        cluster.run(1)
+        assert cluster.machine.record.state is not JobState.PLANNED
+    assert cluster.machine.record.stock_reason is StockReason.NOISY
+    assert "plans would need a margin of" in cluster.job().state_reason
+    assert "relative_work" in cluster.job().next_step

@@ -45,6 +45,9 @@ _CLOCKS_DIFFER = 0.1
 _MIN_SE_W = 1e-6
 """Smallest standard error of a power, so that none outweighs all others for good."""
 
+_MIN_SHARE = 1e-6
+"""Smallest standard error of a time, as a share of it, likewise."""
+
 
 def why_not_measured(
     estimate: EnergyEstimate | None,
@@ -185,21 +188,37 @@ def blocking_powers_w(profiles: Sequence[StageProfile], stage_count: int) -> tup
             trust = 1 / (1 + (profile.blocking_power_se_w / (_CLOCKS_DIFFER * mean_w)) ** 2)
             power_w = mean_w + trust * (profile.blocking_power_w - mean_w)
             found.setdefault(profile.stage, {})[profile.clock_mhz] = power_w
-    rising = {stage: _rising(by_clock) for stage, by_clock in found.items()}
+    rising = {
+        stage: dict(zip(by_clock, _rising([*by_clock.values()], [1.0] * len(by_clock)), strict=True))
+        for stage, by_clock in found.items()
+    }
     clocks_mhz = sorted({mhz for by_clock in rising.values() for mhz in by_clock})
     powers = [BlockingPower(by_clock) for by_clock in rising.values()]
     usual = {mhz: fmean(power.at_w(mhz) for power in powers) for mhz in clocks_mhz}
     return tuple(rising.get(stage, usual) or {1: means_w[stage]} for stage in range(stage_count))
 
 
-def _rising(by_clock: Mapping[int, float]) -> dict[int, float]:
-    """Return values by clock that never fall, and differ from these as little as possible, in squares."""
-    pools: list[list[float]] = []
-    for power_w in by_clock.values():
-        pools.append([power_w])
-        while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
-            pools[-2:] = [pools[-2] + pools[-1]]
-    return dict(zip(by_clock, (fmean(pool) for pool in pools for _ in pool), strict=True))
+def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Return values that never fall, and differ from these as little as possible, in weighted squares."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, and how many values
+    for value, weight in zip(values, weights, strict=True):
+        pools.append((value, weight, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (one, first, count), (other, second, more) = pools[-2:]
+            mean = (first * one + second * other) / (first + second)
+            pools[-2:] = [(mean, first + second, count + more)]
+    return [mean for mean, _, count in pools for _ in range(count)]
+
+
+def _with_falling_times(measured: Sequence[Measurement]) -> tuple[Measurement, ...]:
+    """Return measurements, by rising clock, in which no clock is slower than a lower one.
+
+    No GPU is: what looks like it is noise, or other work. Times that contradict it get their common mean.
+    """
+    has_errors = all(m.time_se_s for m in measured)
+    weights = [1 / max(m.time_se_s, _MIN_SHARE * m.time_s) ** 2 if has_errors else 1.0 for m in measured]
+    times_s = _rising([-m.time_s for m in measured], weights)
+    return tuple(replace(m, time_s=-time_s) for m, time_s in zip(measured, times_s, strict=True))
 
 
 def interpolate(measured: Sequence[Measurement], clock_mhz: int) -> Measurement:
@@ -242,9 +261,10 @@ def curves(profiles: Iterable[StageProfile], stage: int) -> dict[StageKey, list[
 def build_problem(profiles: Sequence[StageProfile], schedule: Schedule, clocks_mhz: UsableClocks) -> Pipeline:
     """Return the solver's problem, from at least two measured clocks of each stage.
 
-    Measurements are shrunk to their expected values given their errors. Of a stage's `clocks_mhz`, plans use
-    those that were measured or, interpolated, lie in between; of a stage that stays at stock, the highest
-    measured one. A FIXED computation takes the mean of its times over the clocks.
+    Measurements are shrunk to their expected values given their errors, and no clock is slower than a lower
+    one. Of a stage's `clocks_mhz`, plans use those that were measured or, interpolated, lie in between; of a
+    stage that stays at stock, the highest measured one. A FIXED computation takes the mean of its times over
+    the clocks.
     """
     by_key: dict[ProfileKey, tuple[Measurement, ...]] = {}
     fixed_s: dict[ProfileKey, float] = {}
@@ -262,6 +282,7 @@ def build_problem(profiles: Sequence[StageProfile], schedule: Schedule, clocks_m
         elif stage in at_stock:
             by_key[stage, chunk, kind] = (measured[-1],)
         else:
+            measured = _with_falling_times(measured)
             lowest_mhz, highest_mhz = measured[0].clock_mhz, measured[-1].clock_mhz
             between_mhz = [mhz for mhz in clocks_mhz[stage] if lowest_mhz < mhz < highest_mhz]
             by_key[stage, chunk, kind] = tuple(

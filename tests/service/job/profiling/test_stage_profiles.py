@@ -189,6 +189,22 @@ def test_the_problem_holds_interpolated_clocks_between_the_measured_ones_only() 
     assert {m.clock_mhz for m in problem.profiles[1, 0, Kind.FORWARD]} == {1400, 1200, 1000}
 
 
+@given(st.lists(st.floats(0.01, 1.0), min_size=3, max_size=3), st.floats(0.0, 0.1))
+def test_no_clock_of_a_problem_is_slower_than_a_lower_one(times_s: list[float], error_s: float) -> None:
+    clocks_mhz = (1000, 1200, 1400)
+    profiles = [
+        StageProfile(stage, mhz, {(0, kind): Measurement(mhz, s, 10.0, error_s) for kind in KINDS}, 5.0, 0.0)
+        for stage in range(2)
+        for mhz, s in zip(clocks_mhz, times_s, strict=True)
+    ]
+    problem = build_problem(profiles, SCHEDULE, [clocks_mhz[::-1]] * 2)
+    for measured in problem.profiles.values():
+        found_s = [m.time_s for m in sorted(measured, key=lambda m: m.clock_mhz)]
+        assert found_s == sorted(found_s, reverse=True)
+        if not error_s:
+            assert sum(found_s) == pytest.approx(sum(times_s)), "what contradicts gets its mean"
+
+
 def test_a_correction_replaces_updated_clocks_and_scales_the_rest() -> None:
     key = (0, Kind.FORWARD)
     profiles = [StageProfile(0, mhz, {key: at(mhz, 100 / mhz, 10.0)}, 5.0, 0.0) for mhz in (1000, 2000)]

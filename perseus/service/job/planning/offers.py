@@ -121,6 +121,7 @@ class OfferBoard:
         # By pipeline: the ranks that `reconcile` visits, as they or their offer have changed.
         self._unreconciled: defaultdict[int, set[Coordinates]] = defaultdict(set)
         self._changed: set[int] = set()
+        self._aside_count = 0
 
     def __getitem__(self, pipeline: int) -> PipelineOffer:
         return self._pipelines[pipeline].offer
@@ -141,12 +142,14 @@ class OfferBoard:
     @property
     def plan_versions(self) -> tuple[int, ...]:
         """Each pipeline's version, that of the plan where stock is offered beside it."""
+        if not self.is_beside_plans:
+            return self.versions
         return tuple((each.aside or each.offer).version for each in self._pipelines)
 
     @property
     def is_beside_plans(self) -> bool:
         """Whether stock is offered for a block beside the plans."""
-        return any(each.aside is not None for each in self._pipelines)
+        return self._aside_count > 0
 
     @property
     def versions_in_use(self) -> Collection[int]:
@@ -231,6 +234,7 @@ class OfferBoard:
         """Offer stock to all pipelines; the plans come back once they are desired again."""
         for pipeline in self._pipelines:
             pipeline.aside = pipeline.offer
+        self._aside_count = len(self)
         self._renew(dict.fromkeys(range(len(self)), self._stages), STOCK, is_urgent=False)
 
     def _has_resumed(self, number: int, clocks: Clocks, is_urgent: bool) -> bool:
@@ -246,6 +250,7 @@ class OfferBoard:
         else:
             move(self._planned_times_s, _planned_times_s(pipeline), ())
         pipeline.aside = None
+        self._aside_count -= 1
         return is_same
 
     def take_changed(self) -> Collection[int]:
@@ -314,6 +319,7 @@ class OfferBoard:
     def validate(self) -> None:
         """Check the invariants that hold between two inputs."""
         assert self.versions == tuple(offer.version for offer in self)
+        assert self._aside_count == sum(each.aside is not None for each in self._pipelines)
         assert set(self.versions_in_use) == set(self.versions)
         times_s = self.planned_times_s
         assert self.planned_range_s == ((min(times_s), max(times_s)) if times_s else (0.0, 0.0))

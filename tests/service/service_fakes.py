@@ -382,7 +382,7 @@ class FakeRank:
                 clock_event_reasons=[self.reasons],
                 capped_clock_mhz=[self.capped_mhz],
                 has_clock_change=[self.has_clock_change],
-                relative_work=[self.relative_work],
+                relative_work=[self.relative_work] if self.relative_work else (),
             ),
             clocks=clock_statistics(self.in_force.version, self.set_latency_s)
             if self.set_latency_s

@@ -149,6 +149,8 @@ OF_COORDINATOR = {
     ("heartbeat", "current_time", "seconds"),
     ("heartbeat", "power_interval_s"),
     ("heartbeat", "savings", "energy_percent"),
+    ("heartbeat", "savings", "energy_margin_percent"),
+    ("heartbeat", "savings", "slowdown_margin_percent"),
     ("heartbeat", "savings", "slowdown_percent"),
 }
 """Fields that the coordinator does not read."""

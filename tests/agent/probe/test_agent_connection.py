@@ -283,14 +283,14 @@ def test_the_job_s_saving_is_known_until_the_agent_is_lost(
     agent.answered()
     assert probe.saving is None
     found: list[Saving | None] = []
-    for saving in (Saving(13.2, 0.1), None, Saving(13.3, 0.0)):
+    for saving in (Saving(13.2, 0.1, 0.4, 0.2), None, Saving(13.3, 0.0)):
         agent.connection.send(encode(Reply(True, SAVING, "13.2 %", is_notice=True, saving=saving)))
         probe.begin_iteration()
         found.append(probe.saving)
-    assert found == [Saving(13.2, 0.1), None, Saving(13.3, 0.0)]
+    assert found == [Saving(13.2, 0.1, 0.4, 0.2), None, Saving(13.3, 0.0)]
     assert [message.partition("]: ")[2] for message in caplog.messages] == [
         f"attached to the agent at {agent.path}, to be measured and planned; not tested with torch 9.9.9",
-        "planned: saves 13.2 % of energy, at +0.1 % of time: perseus jobs show job",
+        "planned: saves 13.2 ± 0.4 % of energy, at +0.1 ± 0.2 % of time: perseus jobs show job",
     ], "once; a trainer logs figures by its own logger"
     agent.connection.close()
     for _ in range(2):

@@ -323,11 +323,11 @@ async def test_a_trainer_hears_of_a_lasting_refusal_and_its_end_and_a_jobs_first
         await until(lambda: len(heard_by_first) == 2, "both notices")
         assert [each.ok for each in heard_by_first] == [False, True]
         other = wire.JobSaving(job_id="other", energy_percent=50.0)
-        job = wire.JobSaving(job_id=first.job_id, energy_percent=13.24, slowdown_percent=0.06)
+        job = wire.JobSaving(job_id=first.job_id, energy_percent=13.24, slowdown_margin_percent=0.06)
         for savings in ([other, job], [other]):
             coordinators[0].send(wire.ConnectResponse(heartbeat=wire.Heartbeat(savings=savings)))
         await until(lambda: len(heard_by_first) == 4, "the saving, and that it is unknown")
-    assert [each.saving for each in heard_by_first[2:]] == [Saving(13.2, 0.1), None]
+    assert [each.saving for each in heard_by_first[2:]] == [Saving(13.2, 0.0, None, 0.1), None]
     assert not heard_by_second
 
 

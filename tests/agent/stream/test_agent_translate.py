@@ -180,7 +180,7 @@ ORDER = computation_pb2.StageOrder(computations=[WIRE_F0])
 STOCK = {"stock": wire.StockClocks()}
 LIMIT = wire.MaxClock(clock_mhz=900)
 LASTING = wire.MaxClock(clock_mhz=900, outlasts_lease=True)
-SAVING = wire.JobSaving(job_id="job", energy_percent=9.5, slowdown_percent=-0.5)
+SAVING = wire.JobSaving(job_id="job", energy_percent=9.5, slowdown_percent=-0.5, energy_margin_percent=0.3)
 REFUSED = {"reason": "R", "field": "f", "expected": "e", "found": "g"}
 
 
@@ -229,7 +229,7 @@ REFUSED = {"reason": "R", "field": "f", "expected": "e", "found": "g"}
         (heard(heartbeat=wire.Heartbeat()), HeartbeatAnswer()),
         (
             heard(heartbeat=wire.Heartbeat(power_interval_s=1.0, savings=[SAVING])),
-            HeartbeatAnswer(1.0, {"job": Saving(9.5, -0.5)}),
+            HeartbeatAnswer(1.0, {"job": Saving(9.5, -0.5, 0.3)}),
         ),
         (heard(drain=wire.Drain(reason="r")), Drain("r")),
         (offer(**STOCK), PlanOffer(RANK, PlanId("e", 3), 8, 2.5, Stock())),

@@ -199,7 +199,7 @@ class IterationJudge:
         )
         match step:
             case BlockStep.STOCK:
-                run.offers.put_aside()
+                run.offers.suspend()
             case BlockStep.PLANS:
                 run.planner.retarget()
             case Pair() if (compared := run.log.compare(step, versions)) is not None:

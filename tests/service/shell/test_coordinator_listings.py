@@ -81,9 +81,11 @@ async def test_an_agent_of_a_job_s_first_rank_learns_its_saving(client: Client) 
     await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
     await agent.iterate(6)
     saving = (await client.job()).figures.saving
-    (told,) = (await agent.beat()).savings
-    figures = {field.name: getattr(saving, field.name) for field, _ in told.ListFields() if field.number > 1}
-    assert told == agent_service_pb2.JobSaving(job_id="job", **figures)
+    (received,) = (await agent.beat()).savings
+    figures = {
+        field.name: getattr(saving, field.name) for field, _ in received.ListFields() if field.number > 1
+    }
+    assert received == agent_service_pb2.JobSaving(job_id="job", **figures)
     assert {"energy_percent", "energy_margin_percent", "slowdown_margin_percent"} <= figures.keys()
     other = FakeAgent(client, "other", [])
     await other.join()

@@ -10,8 +10,8 @@ The start lies a margin above the highest iteration that any rank reported. Tele
 iteration has ended and the next is running, so the margin is at least two; if iterations are short, it has to
 cover the round trip (`TRANSIT_S`). It doubles with every refusal of the same version.
 
-For a block at stock beside the plans (`stock_blocks`), the plans are put aside and stock is offered; the same
-plans then come back under their versions. Nobody is told about that: the job remains planned.
+For a block at stock beside the plans (`stock_blocks`), the plans are suspended and stock is offered; the same
+plans then come back under their versions. No event says so: the job remains planned.
 
 Ranks take an urgent offer at once, in the middle of an iteration, so it is never too late. It carries a start
 iteration all the same, for agents that do not know urgent offers. Until it is in force everywhere, its
@@ -65,8 +65,8 @@ class _Pipeline:
     """A pipeline's offer, how often it came too late, and the versions last offered and last in force.
 
     `stages`: the ranks of each stage. `lacking`: the ranks that don't have their stage's version in force, as
-    of the last `reconcile`. `aside`: the plan's offer while stock is offered beside it. `announced_version`:
-    the version that was last announced as in force.
+    of the last `reconcile`. `suspended`: the plan's offer while stock is offered beside it.
+    `announced_version`: the version that was last announced as in force.
     """
 
     offer: PipelineOffer
@@ -75,7 +75,7 @@ class _Pipeline:
     offered_version: int = NO_VERSION
     in_force_version: int = NO_VERSION
     announced_version: int = NO_VERSION
-    aside: PipelineOffer | None = None
+    suspended: PipelineOffer | None = None
     lacking: set[Coordinates] = field(default_factory=set)
 
     @property
@@ -121,7 +121,7 @@ class OfferBoard:
         # By pipeline: the ranks that `reconcile` visits, as they or their offer have changed.
         self._unreconciled: defaultdict[int, set[Coordinates]] = defaultdict(set)
         self._changed: set[int] = set()
-        self._aside_count = 0
+        self._suspended_count = 0
 
     def __getitem__(self, pipeline: int) -> PipelineOffer:
         return self._pipelines[pipeline].offer
@@ -144,12 +144,12 @@ class OfferBoard:
         """Each pipeline's version, that of the plan where stock is offered beside it."""
         if not self.is_beside_plans:
             return self.versions
-        return tuple((each.aside or each.offer).version for each in self._pipelines)
+        return tuple((each.suspended or each.offer).version for each in self._pipelines)
 
     @property
     def is_beside_plans(self) -> bool:
         """Whether stock is offered for a block beside the plans."""
-        return self._aside_count > 0
+        return self._suspended_count > 0
 
     @property
     def versions_in_use(self) -> Collection[int]:
@@ -230,17 +230,17 @@ class OfferBoard:
         if changing:
             self._renew(changing, clocks, is_urgent=is_urgent)
 
-    def put_aside(self) -> None:
+    def suspend(self) -> None:
         """Offer stock to all pipelines; the plans come back once they are desired again."""
         for pipeline in self._pipelines:
-            pipeline.aside = pipeline.offer
-        self._aside_count = len(self)
+            pipeline.suspended = pipeline.offer
+        self._suspended_count = len(self)
         self._renew(dict.fromkeys(range(len(self)), self._stages), STOCK, is_urgent=False)
 
     def _has_resumed(self, number: int, clocks: Clocks, is_urgent: bool) -> bool:
-        """If these are the clocks that a pipeline put aside, offer them again under their versions."""
+        """If these are the clocks of a pipeline's suspended plan, offer them again under their versions."""
         pipeline = self._pipelines[number]
-        offer = pipeline.aside
+        offer = pipeline.suspended
         if offer is None:
             return False
         if is_same := offer.clocks == clocks:
@@ -249,8 +249,8 @@ class OfferBoard:
             self._replace(number, replace(offer, start_iteration=start_iteration, is_urgent=is_urgent))
         else:
             move(self._planned_times_s, _planned_times_s(pipeline), ())
-        pipeline.aside = None
-        self._aside_count -= 1
+        pipeline.suspended = None
+        self._suspended_count -= 1
         return is_same
 
     def take_changed(self) -> Collection[int]:
@@ -319,7 +319,7 @@ class OfferBoard:
     def validate(self) -> None:
         """Check the invariants that hold between two inputs."""
         assert self.versions == tuple(offer.version for offer in self)
-        assert self._aside_count == sum(each.aside is not None for each in self._pipelines)
+        assert self._suspended_count == sum(each.suspended is not None for each in self._pipelines)
         assert set(self.versions_in_use) == set(self.versions)
         times_s = self.planned_times_s
         assert self.planned_range_s == ((min(times_s), max(times_s)) if times_s else (0.0, 0.0))
@@ -413,7 +413,7 @@ class OfferBoard:
 
     def _announce_offered(self, number: int, pipeline: _Pipeline) -> None:
         offer = pipeline.offer
-        if offer.version != pipeline.offered_version and pipeline.aside is None:
+        if offer.version != pipeline.offered_version and pipeline.suspended is None:
             pipeline.offered_version = offer.version
             self._buffer.announce(
                 event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED,
@@ -427,7 +427,7 @@ class OfferBoard:
         if offer.version != pipeline.in_force_version and not pipeline.lacking:
             pipeline.in_force_version = offer.version
             pipeline.late_count = 0
-            if pipeline.aside is not None or offer.version == pipeline.announced_version:
+            if pipeline.suspended is not None or offer.version == pipeline.announced_version:
                 return
             pipeline.announced_version = offer.version
             self._buffer.announce(
@@ -448,8 +448,8 @@ def _identity(offer: Offer) -> tuple[int, int, bool]:
 
 
 def _planned_times_s(pipeline: _Pipeline) -> list[float]:
-    """Return the predicted iteration time of a pipeline's plan, offered or put aside; nothing without."""
-    clocks = (pipeline.aside or pipeline.offer).clocks
+    """Return the predicted iteration time of a pipeline's plan, offered or suspended; nothing without."""
+    clocks = (pipeline.suspended or pipeline.offer).clocks
     return [clocks.plan.iteration_time_s] if isinstance(clocks, PlannedClocks) else []
 
 

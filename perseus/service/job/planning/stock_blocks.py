@@ -13,8 +13,10 @@ iterations' work, time and energy are those of a unit of work.
 
 import enum
 import math
-import random
+import zlib
 from collections import deque
+
+import numpy as np
 
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.pairs import Pair, pair_of
@@ -50,7 +52,7 @@ class StockBlocks:
 
     def __init__(self, rules: Rules, seed: str) -> None:
         self._length = rules.baseline_iterations
-        self._random = random.Random(seed)
+        self._random = np.random.default_rng(zlib.crc32(seed.encode()))
         self._versions: Versions | None = None
         self._phase = _Phase.BEFORE
         self._wait = 0
@@ -75,7 +77,7 @@ class StockBlocks:
     ) -> BlockStep | Pair | None:
         """Take an iteration of a planned job; return what to offer, or a finished pair.
 
-        `plan_versions`: those of the plans, offered or put aside. `pair_count`: the pairs that they have.
+        `plan_versions`: those of the plans, offered or suspended. `pair_count`: the pairs that they have.
         `usual_gap_s`: at stock; if known, time lost to low clocks in longer gaps counts.
         """
         if plan_versions != self._versions:

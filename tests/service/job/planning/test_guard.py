@@ -150,7 +150,7 @@ def test_a_plan_that_becomes_slow_does_not_live_on_a_good_time() -> None:
 # ---------------------------------------------------------------------- in a job
 
 
-def test_a_planned_job_runs_at_stock_now_and_then_under_the_same_versions_and_nobody_is_told() -> None:
+def test_a_planned_job_runs_at_stock_now_and_then_under_the_same_versions_and_no_event_says_so() -> None:
     cluster = TruthfulCluster().plan()
     run, before = cluster.machine.run, len(cluster.events())
     versions, planned_s = run.offers.versions, cluster.job(is_full=True).planned_iteration_time_s

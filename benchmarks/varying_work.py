@@ -171,7 +171,7 @@ def run() -> list[Table]:
     note = (
         f"{ITERATIONS:,} iterations each, {SEEDS} seeds, judged by the emulation that made the iterations. "
         f"Kept: from the first plan on, iterations took at most {TOLERANCE:.0%} more than promised, against "
-        "the same ones at stock. True: the slowdown of the last plan is within the 95 % interval that is shown."
+        "the same ones at stock. True: the last plan's slowdown is within the 95 % interval that is shown."
     )
     return [Table("Jobs whose work varies", columns, tuple(rows), note)]
 

@@ -217,7 +217,7 @@ def test_plans_beyond_the_policys_slowdown_are_followed_by_faster_ones() -> None
 
 
 def test_stated_work_explains_what_varies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise, after an hour in which nothing can be told, the job goes back to stock and says why."""
+    """Otherwise, after an hour that shows nothing, the job goes back to stock and says why."""
     monkeypatch.setattr(guard, "DECISION_S", 300.0)
     rng = np.random.default_rng(0)
     for is_stated in (True, False):

@@ -100,7 +100,7 @@ _NEXT_STEPS = {
     ),
     StockReason.UNDECIDED: (
         "if the work depends on the data, have the trainer state it (relative_work); or "
-        "allow a slowdown, `perseus jobs policy JOB --max-slowdown-percent`; then `perseus jobs resume JOB`"
+        "allow a slowdown, `perseus jobs policy JOB --max-slowdown-percent 5`; then `perseus jobs resume JOB`"
     ),
     StockReason.QUARANTINED: (
         "`perseus jobs resume JOB` starts it again from its stored state; report the traceback in the "

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -190,7 +191,9 @@ def test_the_problem_holds_interpolated_clocks_between_the_measured_ones_only() 
 
 
 @given(st.lists(st.floats(0.01, 1.0), min_size=3, max_size=3), st.floats(0.0, 0.1))
-def test_no_clock_of_a_problem_is_slower_than_a_lower_one(times_s: list[float], error_s: float) -> None:
+def test_no_clock_of_a_problem_is_slower_than_a_lower_one_unless_it_surely_is(
+    times_s: list[float], error_s: float
+) -> None:
     clocks_mhz = (1000, 1200, 1400)
     profiles = [
         StageProfile(stage, mhz, {(0, kind): Measurement(mhz, s, 10.0, error_s) for kind in KINDS}, 5.0, 0.0)
@@ -200,9 +203,11 @@ def test_no_clock_of_a_problem_is_slower_than_a_lower_one(times_s: list[float], 
     problem = build_problem(profiles, SCHEDULE, [clocks_mhz[::-1]] * 2)
     for measured in problem.profiles.values():
         found_s = [m.time_s for m in sorted(measured, key=lambda m: m.clock_mhz)]
-        assert found_s == sorted(found_s, reverse=True)
-        if not error_s:
-            assert sum(found_s) == pytest.approx(sum(times_s)), "what contradicts gets its mean"
+        for lower_s, higher_s in pairwise(found_s):
+            assert lower_s >= higher_s or (error_s and higher_s - lower_s > 3 * error_s), (
+                "unless it surely is"
+            )
+        assert sum(found_s) == pytest.approx(sum(times_s)), "what contradicts gets its mean"
 
 
 def test_a_correction_replaces_updated_clocks_and_scales_the_rest() -> None:

@@ -29,6 +29,9 @@ BLOCKING_W = 60.0
 OVERHEAD_S = 0.02
 TOLERANCE = 0.01
 _EPOCH = 300
+_ELEMENTS = 1e6
+_ERROR = 1e-3
+_MIN_ITERATIONS = 4
 
 Order = Callable[[np.ndarray], np.ndarray]
 ORDERS: dict[str, Order] = {
@@ -51,7 +54,6 @@ class Training(EmulatedCluster):
         order: Order,
         budget_percent: float,
         seed: int,
-        states: bool,
     ) -> None:
         pipelines, stages = shape
         policy = OperatingPolicy(budget_percent)
@@ -63,8 +65,7 @@ class Training(EmulatedCluster):
             sigma * rng.standard_normal((2 * ITERATIONS, pipelines, MICROBATCHES)) - sigma**2 / 2
         )
         self.works = order(lengths.mean(axis=2))
-        self.truth: list[tuple[JobState, float, float, float, float]] = []
-        self._states = states
+        self.truth: list[tuple[JobState, bool, float, float, float, float]] = []
         self._number = -1
         self._worked: dict[object, tuple[int, list[float]]] = {}
         self._units: dict[tuple[int, object], tuple[float, float]] = {}
@@ -84,12 +85,14 @@ class Training(EmulatedCluster):
         at_stock_j = sum(
             work * stock_j + BLOCKING_W * stages * (at_stock_s - work * stock_s) for work in works
         )
-        self.truth.append((self.machine.record.state, time_s, float(at_stock_s), used_j, at_stock_j))
+        is_planned = all(isinstance(rank.in_force.clocks, PlannedClocks) for rank in self.ranks.values())
+        state = self.machine.record.state
+        self.truth.append((state, is_planned, time_s, float(at_stock_s), used_j, at_stock_j))
         return float(time_s)
 
     def end(self, rank: FakeRank, duration_s: float) -> TelemetryArrived:
         work = float(self.works[self._number, rank.place.pipeline])
-        rank.relative_work = work if self._states else 0.0
+        rank.work = round(_ELEMENTS * work)
         version, worked = self._worked.get(rank.place, (-1, []))
         worked = [*worked, work] if version == rank.in_force.version else [work]
         self._worked[rank.place] = rank.in_force.version, worked
@@ -122,10 +125,14 @@ class Training(EmulatedCluster):
         return self._units[key]
 
     def _estimate(self, rank: FakeRank, worked: list[float]) -> EnergyEstimate | None:
-        """Return what an agent's regression knows: means over iterations, whose scatter is their error."""
+        """Return what an agent's regression knows: means over iterations.
+
+        Their scatter is their error, unless the agent knows the iterations' work.
+        """
         own = [(c.kind, mhz) for c, mhz in clocks_of(rank, rank.order).items() if c.stage == rank.place.stage]
         mean = fmean(worked)
-        error = max(1e-4, stdev(worked) / math.sqrt(len(worked))) if len(worked) > 1 else mean / 2
+        error = stdev(worked) / math.sqrt(len(worked)) if len(worked) > 1 else mean / 2
+        error = _ERROR if len(worked) >= _MIN_ITERATIONS else max(_ERROR, error)
         is_at_stock = not isinstance(rank.in_force.clocks, PlannedClocks | HoldClocks)
         return EnergyEstimate(
             rank.in_force.version,
@@ -145,6 +152,7 @@ class Training(EmulatedCluster):
             ),
             BLOCKING_W,
             0.5,
+            work=_ELEMENTS * mean,
         )
 
 
@@ -182,12 +190,12 @@ def _row(
     kept = planned = claims = true = 0
     slowdowns, savings = [], []
     for seed in range(SEEDS):
-        job = Training(shape, sigma, ORDERS[order], budget_percent, seed, states=False)
+        job = Training(shape, sigma, ORDERS[order], budget_percent, seed)
         job.join_all()
         job.run(ITERATIONS)
         states = [state for state, *_ in job.truth]
         begin = states.index(JobState.PLANNED) if JobState.PLANNED in states else len(states)
-        after = np.array([figures for _, *figures in job.truth[begin:]])
+        after = np.array([figures for _, _, *figures in job.truth[begin:]])
         slowdown = after[:, 0].sum() / after[:, 1].sum() - 1 if len(after) else 0.0
         slowdowns.append(100 * float(slowdown))
         savings.append(100 * (1 - after[:, 2].sum() / after[:, 3].sum()) if len(after) else 0.0)
@@ -196,9 +204,8 @@ def _row(
         period, _ = job.machine.run.log.latest_period() or (None, None)
         claim = views.saving(job.machine.run)
         if period is not None and claim is not None and claim.slowdown_margin_percent is not None:
-            own = np.array(
-                [figures for _, *figures in job.truth[period.first_iteration : period.last_iteration + 1]]
-            )
+            its = job.truth[period.first_iteration : period.last_iteration + 1]
+            own = np.array([figures for _, is_planned, *figures in its if is_planned])
             real = 100 * (own[:, 0].sum() / own[:, 1].sum() - 1)
             claims += 1
             true += abs(claim.slowdown_percent - real) <= claim.slowdown_margin_percent

@@ -67,6 +67,7 @@ RULES: Mapping[str, PackageRules] = {
     "retry": pure(),
     "clock_skew": pure(),
     "schedule_name": pure(),
+    "work_exponent": pure(),
     "logs": allowed("structlog"),
     "background": allowed("structlog"),
     "metrics": pure("prometheus_client"),

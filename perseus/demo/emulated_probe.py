@@ -56,6 +56,10 @@ class EmulatedProbe:
         self._gpu.wait()
         self._probe.end_computation(kind, microbatch, chunk)
 
+    def count_work(self, elements: int) -> None:
+        """Add to the iteration's work; the GPU's own does not follow it."""
+        self._probe.count_work(elements)
+
     def begin_wait(self) -> None:
         """Wait until the GPU has done the computation's work once."""
         self._gpu.wait()

@@ -943,6 +943,7 @@ class IterationColumns(google.protobuf.message.Message):
     CAPPED_CLOCK_MHZ_FIELD_NUMBER: builtins.int
     RELATIVE_WORK_FIELD_NUMBER: builtins.int
     HAS_CLOCK_CHANGE_FIELD_NUMBER: builtins.int
+    WORK_FIELD_NUMBER: builtins.int
     @property
     def iteration(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Required. Iteration, from 0."""
@@ -1006,6 +1007,12 @@ class IterationColumns(google.protobuf.message.Message):
         has no rows in ComputationColumns, and only its time and energy are used. The column may be empty.
         """
 
+    @property
+    def work(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The iteration's work as hooks count it: the elements of the inputs of this rank's model, at most 2^53; 0 if none
+        counts. How times follow it is learned. It counts where relative_work is not stated. The column may be empty.
+        """
+
     def __init__(
         self,
         *,
@@ -1021,8 +1028,9 @@ class IterationColumns(google.protobuf.message.Message):
         capped_clock_mhz: collections.abc.Iterable[builtins.int] | None = ...,
         relative_work: collections.abc.Iterable[builtins.float] | None = ...,
         has_clock_change: collections.abc.Iterable[builtins.bool] | None = ...,
+        work: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["capped_clock_mhz", b"capped_clock_mhz", "clock_event_reasons", b"clock_event_reasons", "duration_s", b"duration_s", "energy_j", b"energy_j", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "has_clock_change", b"has_clock_change", "is_regular", b"is_regular", "iteration", b"iteration", "plan_version", b"plan_version", "relative_work", b"relative_work"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capped_clock_mhz", b"capped_clock_mhz", "clock_event_reasons", b"clock_event_reasons", "duration_s", b"duration_s", "energy_j", b"energy_j", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "has_clock_change", b"has_clock_change", "is_regular", b"is_regular", "iteration", b"iteration", "plan_version", b"plan_version", "relative_work", b"relative_work", "work", b"work"]) -> None: ...
 
 Global___IterationColumns: typing_extensions.TypeAlias = IterationColumns
 
@@ -1153,6 +1161,7 @@ class EnergyEstimate(google.protobuf.message.Message):
     UNDETERMINED_FIELD_NUMBER: builtins.int
     POWER_INFORMATION_FIELD_NUMBER: builtins.int
     POWER_INFORMATION_VECTOR_FIELD_NUMBER: builtins.int
+    WORK_FIELD_NUMBER: builtins.int
     plan_version: builtins.int
     """Version of the plan in force."""
     iteration_count: builtins.int
@@ -1169,6 +1178,10 @@ class EnergyEstimate(google.protobuf.message.Message):
     discarded_window_count: builtins.int
     """Counter windows discarded: because of a power cap, thermal or power-brake clock event, or because it is
     unknown which computations ran in them.
+    """
+    work: builtins.float
+    """Mean work of the iterations, in the unit of IterationColumns; the samples are those of an iteration with this
+    work. 0 if it is unknown of any of them.
     """
     @property
     def samples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EnergySample]:
@@ -1205,9 +1218,10 @@ class EnergyEstimate(google.protobuf.message.Message):
         undetermined: collections.abc.Iterable[Global___EnergySample] | None = ...,
         power_information: collections.abc.Iterable[builtins.float] | None = ...,
         power_information_vector: collections.abc.Iterable[builtins.float] | None = ...,
+        work: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_blocking_power_w", b"_blocking_power_w", "blocking_power_w", b"blocking_power_w"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_blocking_power_w", b"_blocking_power_w", "blocking_power_se_w", b"blocking_power_se_w", "blocking_power_w", b"blocking_power_w", "discarded_window_count", b"discarded_window_count", "iteration_count", b"iteration_count", "plan_version", b"plan_version", "power_information", b"power_information", "power_information_vector", b"power_information_vector", "samples", b"samples", "undetermined", b"undetermined", "window_count", b"window_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_blocking_power_w", b"_blocking_power_w", "blocking_power_se_w", b"blocking_power_se_w", "blocking_power_w", b"blocking_power_w", "discarded_window_count", b"discarded_window_count", "iteration_count", b"iteration_count", "plan_version", b"plan_version", "power_information", b"power_information", "power_information_vector", b"power_information_vector", "samples", b"samples", "undetermined", b"undetermined", "window_count", b"window_count", "work", b"work"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_blocking_power_w", b"_blocking_power_w"]) -> typing.Literal["blocking_power_w"] | None: ...
 
 Global___EnergyEstimate: typing_extensions.TypeAlias = EnergyEstimate

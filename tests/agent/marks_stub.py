@@ -26,6 +26,7 @@ class MarksStub:
         self.registered: list[dict[str, Any]] = []
         self.failing = ""
         self.failure: Exception | None = None
+        self.work = 0
 
     begin_iteration = _noting("begin_iteration")
     end_iteration = _noting("end_iteration")
@@ -41,6 +42,9 @@ class MarksStub:
         self.note("register")
         self.registered.append(arguments)
         return True
+
+    def count_work(self, elements: int) -> None:
+        self.work += elements
 
     def note(self, name: str, *arguments: Any) -> None:
         if name == self.failing:

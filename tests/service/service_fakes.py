@@ -259,6 +259,7 @@ class FakeRank:
     reasons: int = 0
     capped_mhz: int = 0
     relative_work: float = 0.0
+    work: int = 0
     max_clock: MaxClock | None = None
     begun_version: int | None = None
     has_clock_change: bool = False
@@ -383,6 +384,7 @@ class FakeRank:
                 capped_clock_mhz=[self.capped_mhz],
                 has_clock_change=[self.has_clock_change],
                 relative_work=[self.relative_work] if self.relative_work else (),
+                work=[self.work] if self.work else (),
             ),
             clocks=clock_statistics(self.in_force.version, self.set_latency_s)
             if self.set_latency_s

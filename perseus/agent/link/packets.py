@@ -27,7 +27,8 @@ layout:
 
 Fields that a type does not use are zero. Times are CLOCK_MONOTONIC, which both processes share. The ordinal
 of an iteration's begin is its relative work in thousandths, 0 if unknown; that of its end counts the marks
-that the probe has dropped on this connection so far.
+that the probe has dropped on this connection so far, and its microbatch and chunk are the low 31 and the high
+bits of the iteration's work, in elements, 0 if unknown.
 
 Every packet wakes the agent, which takes most of a mark's cost at either end. So while no clock is set that
 depends on them, the agent allows marks to be packed (Packing): a packet then holds up to MAX_PACKED_MARKS
@@ -69,6 +70,10 @@ MAX_ITERATION = 2**53
 
 # Relative work beyond a factor of a thousand in either direction is considered a mistake.
 MAX_RELATIVE_WORK_PERMILLE = 1_000_000
+
+# An iteration's work is split into two fields of 31 bits.
+WORK_BASE = 2**31
+MAX_WORK = 2**53
 
 _MAGIC = 0x50
 _JSON_BEGIN = 0x7B  # "{"
@@ -211,7 +216,8 @@ class IterationMark:
     """An iteration begins or ends.
 
     `relative_work_permille`: at its begin, its work relative to a typical one's, in thousandths; 0 if
-    unknown. `dropped_mark_count`: at its end, marks dropped on the connection so far.
+    unknown. `dropped_mark_count`: at its end, marks dropped on the connection so far. `work`: at its end, the
+    elements of the model's inputs in it, 0 if unknown.
     """
 
     edge: Edge
@@ -219,6 +225,7 @@ class IterationMark:
     time_ns: int
     relative_work_permille: int = 0
     dropped_mark_count: int = 0
+    work: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,8 +389,9 @@ def encode(message: Message) -> bytes:
             return _encode_json({"type": "packing", "is_allowed": is_allowed})
         case IterationMark(Edge.BEGIN, iteration, time_ns, relative_work_permille):
             return mark_packer(MarkType.ITERATION_BEGIN)(0, 0, 0, relative_work_permille, iteration, time_ns)
-        case IterationMark(_, iteration, time_ns, _, dropped_mark_count):
-            return mark_packer(MarkType.ITERATION_END)(0, 0, 0, dropped_mark_count, iteration, time_ns)
+        case IterationMark(_, iteration, time_ns, _, dropped_mark_count, work):
+            high, low = divmod(work, WORK_BASE)
+            return mark_packer(MarkType.ITERATION_END)(0, low, high, dropped_mark_count, iteration, time_ns)
         case ComputationMark(edge, iteration, ordinal, computation, time_ns):
             mark_type = MarkType.COMPUTATION_BEGIN if edge is Edge.BEGIN else MarkType.COMPUTATION_END
             return mark_packer(mark_type)(
@@ -667,7 +675,10 @@ def _decode_mark(packet: bytes | bytearray | memoryview) -> Message:
                 )
             return IterationMark(Edge.BEGIN, iteration, time_ns, ordinal)
         case MarkType.ITERATION_END:
-            return IterationMark(Edge.END, iteration, time_ns, dropped_mark_count=ordinal)
+            work = chunk * WORK_BASE + microbatch
+            if work > MAX_WORK:
+                raise MalformedPacket(f"mark: expected work of 0 to {MAX_WORK} elements, found {work}")
+            return IterationMark(Edge.END, iteration, time_ns, dropped_mark_count=ordinal, work=work)
         case MarkType.COMPUTATION_BEGIN | MarkType.COMPUTATION_END:
             if not Kind.FORWARD <= kind <= Kind.FIXED:
                 raise MalformedPacket(f"mark: expected kind {Kind.FORWARD} to {Kind.FIXED}, found {kind}")

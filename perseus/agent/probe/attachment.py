@@ -263,6 +263,11 @@ class Attachment:
             except Exception as error:  # as above
                 self._give_up(error)
 
+    def count_work(self, elements: int) -> None:
+        """Add to the iteration's work, the elements of a model's inputs."""
+        if elements and self._is_in_iteration and self._marks is not None:
+            self._marks.count_work(elements)
+
     def _begin_wait(self) -> None:
         self._is_computing = False
         if self._marks is not None:

@@ -37,6 +37,8 @@ from perseus.agent.link.computation import Kind, Rank
 from perseus.agent.link.packets import (
     MAX_RELATIVE_WORK_PERMILLE,
     MAX_UNMARKED_LENGTH,
+    MAX_WORK,
+    WORK_BASE,
     Finish,
     Hello,
     MarkType,
@@ -82,6 +84,7 @@ class Probe:
         self._has_begun = False
         self._iteration = 0
         self._ordinal = -1
+        self._work = 0
         self._has_refused_work = False
         self._has_mistaken_mark = False
 
@@ -197,6 +200,7 @@ class Probe:
         self._iteration += self._has_begun
         self._has_begun = True
         self._ordinal = -1
+        self._work = 0
         self._connection.maintain()
         try:
             work = 0 if relative_work is None else self._permille(relative_work)
@@ -209,11 +213,11 @@ class Probe:
 
     def end_iteration(self, time_ns: int | None = None) -> None:
         """Mark the end of the iteration."""
+        high, low = divmod(min(self._work, MAX_WORK), WORK_BASE)
+        dropped = self._connection.dropped_here_count
         try:
             self._connection.send(
-                _pack_iteration_end(
-                    0, 0, 0, self._connection.dropped_here_count, self._iteration, time_ns or monotonic_ns()
-                )
+                _pack_iteration_end(0, low, high, dropped, self._iteration, time_ns or monotonic_ns())
             )
             self._connection.flush()
         except (OSError, struct.error) as error:
@@ -244,6 +248,13 @@ class Probe:
             )
         except (OSError, struct.error) as error:
             self._not_sent(error)
+
+    def count_work(self, elements: int) -> None:
+        """Add to the work of this iteration, if it depends on the data: the elements of the model's inputs.
+
+        How iterations' times follow it is learned. Where `relative_work` is stated, that counts.
+        """
+        self._work += elements
 
     def begin_wait(self, time_ns: int | None = None) -> None:
         """Mark the begin of a wait for other ranks: the wait does not count for the current computation."""

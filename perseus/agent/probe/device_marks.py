@@ -117,6 +117,7 @@ class DeviceMarks:
         self._sent_position_ns = self._sent_anchor_ns = self._too_late_ns = 0
         self._sent_ns = 0
         self._has_warned_of_capture = False
+        self._work = 0
         # The probe is not thread-safe: both threads use it under this lock.
         self._lock = threading.Lock()
         self._is_marking = threading.Event()
@@ -173,11 +174,13 @@ class DeviceMarks:
         if self._has_helper and self._helper.ident is None:
             self._helper.start()
         self._is_marking.set()
+        self._work = 0
         self._add(self._probe.begin_iteration, is_anchor=True)
 
     def end_iteration(self) -> None:
         """Mark the end of the iteration."""
-        self._add(self._probe.end_iteration)
+        work, self._work = self._work, 0
+        self._add(partial(self._end_iteration, work))
 
     def begin_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
         """Mark the begin of a computation of this iteration."""
@@ -186,6 +189,10 @@ class DeviceMarks:
     def end_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
         """Mark the end of the computation."""
         self._add(partial(self._probe.end_computation, kind, microbatch, chunk))
+
+    def count_work(self, elements: int) -> None:
+        """Add to the work of the current iteration."""
+        self._work += elements
 
     def begin_wait(self) -> None:
         """Mark the begin of the current computation's wait for other ranks."""
@@ -229,6 +236,11 @@ class DeviceMarks:
         recorded_ns = self._monotonic_ns()
         self._source.record(event)
         self._edges.append(_Edge(event, send, is_anchor, recorded_ns))
+
+    def _end_iteration(self, work: int, time_ns: int) -> None:
+        if work:
+            self._probe.count_work(work)
+        self._probe.end_iteration(time_ns)
 
     def _pass_unmarked(self) -> None:
         """Count an iteration without an agent, and let the probe look for one."""

@@ -41,6 +41,9 @@ class Marks(Protocol):
     def end_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
         """Mark the end of the computation."""
 
+    def count_work(self, elements: int) -> None:
+        """Add to the work of the current iteration: the elements of a model's inputs."""
+
     def begin_wait(self) -> None:
         """Mark the begin of a wait for other ranks."""
 

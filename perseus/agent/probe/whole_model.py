@@ -8,6 +8,8 @@ A call within a backward, by an activation checkpoint of the whole model, is par
 torch's reentrant checkpoints no gradient reaches the forward's output, as the forward records none: their
 backward begins with that call.
 
+An iteration's work is the number of elements in its forwards' inputs: padded batches differ in it.
+
 Waiting for other replicas is no computation. DistributedDataParallel waits for its all-reduces in a callback
 that autograd calls at its end; our callback runs before it, as it was registered earlier. So the wait lies
 between the backward and the optimizer's step, within the iteration.
@@ -27,6 +29,9 @@ from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.own_class import put_own_class
 
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and named arguments."""
+
 _marked_classes: "weakref.WeakSet[type]" = weakref.WeakSet()
 
 
@@ -39,7 +44,7 @@ class TorchParts:
         is_grad_enabled: whether gradients are recorded.
         is_in_backward: whether this thread executes a backward.
         is_checkpointing: whether the call is within the forward of a reentrant activation checkpoint.
-        leaves: all values in a model's result, including those in lists, dictionaries and similar.
+        leaves: all values in a model's input or result, including those in lists, dictionaries and similar.
         when_backward_is_done: calls a function at the end of the current backward; only called within it.
     """
 
@@ -73,7 +78,7 @@ class MarkedModel:
         def call(this: Any, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or this is not the_model():
                 return own.__call__(this, *args, **kwargs)
-            return self._call(this, lambda: own.__call__(this, *args, **kwargs))
+            return self._call(this, lambda: own.__call__(this, *args, **kwargs), (args, kwargs))
 
         marked, restore = put_own_class(model, {}, {"__call__": call})
         _marked_classes.add(marked)
@@ -84,7 +89,7 @@ class MarkedModel:
         """Mark the calls of a function that trains, in place of the model's; otherwise as `mark`."""
 
         def marked(function: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args, **kwargs: self._call(None, lambda: function(*args, **kwargs))
+            return lambda *args, **kwargs: self._call(None, lambda: function(*args, **kwargs), (args, kwargs))
 
         self._attachment.replace_methods(owner, {name: marked})
         self._observe_steps(optimizer)
@@ -102,7 +107,7 @@ class MarkedModel:
             "wrapper or the result of torch.compile; and call it, not its forward()"
         )
 
-    def _call(self, model: Any, call: Callable[[], Any]) -> Any:
+    def _call(self, model: Any, call: Callable[[], Any], inputs: Inputs) -> Any:
         if not self._attachment.ask(self._is_forward, model):
             return call()
         if not self._is_in_iteration:
@@ -116,7 +121,19 @@ class MarkedModel:
         result = call()
         self._attachment.end(Kind.FORWARD, microbatch)
         self._attachment.ask(self._await_gradient, result, microbatch)
+        self._attachment.ask(self._count_work, inputs)
         return result
+
+    def _count_work(self, inputs: Inputs) -> None:
+        positional, named = inputs
+        self._attachment.count_work(
+            sum(
+                leaf.numel()
+                for value in (*positional, *named.values())
+                for leaf in self._parts.leaves(value)
+                if hasattr(leaf, "numel")
+            )
+        )
 
     def _is_forward(self, model: Any) -> bool:
         """Return whether a call is a forward of training; if it is called again, its backward has begun."""

@@ -133,6 +133,7 @@ class IterationTracker:
         if iteration is None or iteration.number != mark.iteration:
             return commands
         self._iteration = None
+        iteration.work = mark.work
         if order is None:
             return commands
         is_to_order = not iteration.has_deviated and iteration.position == len(order) - 1

@@ -144,8 +144,8 @@ class IterationRow:
 
     The gap lies between the end of the previous iteration and its begin; all its fields are 0 if that end is
     unknown. `gap_slowed_time_s` is the most that clocks below the highest can have added to the gap.
-    `relative_work`: from the trainer, 0 if unknown. `has_clock_change`: clocks came into force during the
-    iteration.
+    `relative_work`: from the trainer, 0 if unknown. `work`: counted by a hook, 0 if unknown.
+    `has_clock_change`: clocks came into force during the iteration.
     """
 
     iteration: int
@@ -160,6 +160,7 @@ class IterationRow:
     capped_clock_mhz: int = 0
     relative_work: float = 0.0
     has_clock_change: bool = False
+    work: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,8 @@ class EnergyEstimate:
 
     Blocking power is None while the windows do not determine it (a stage may hardly ever wait). The joint
     information on the powers of `samples`, `undetermined` and waiting is a lower triangle by rows, and a
-    vector, as in the contract; both are empty if it is not reported.
+    vector, as in the contract; both are empty if it is not reported. `work`: the mean of its iterations', to
+    which the samples apply; 0 if unknown.
     """
 
     plan_version: int
@@ -206,6 +208,7 @@ class EnergyEstimate:
     undetermined: tuple[EnergySample, ...] = ()
     power_information: tuple[float, ...] = ()
     power_information_vector: tuple[float, ...] = ()
+    work: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

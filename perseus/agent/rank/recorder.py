@@ -94,7 +94,8 @@ class PlanRecord:
 class Iteration:
     """An iteration that has begun. `begin_s` is None if its begin mark was lost.
 
-    `gap_begin_s`: the end of the previous one; None if unknown. `relative_work`: 0 if unknown.
+    `gap_begin_s`: the end of the previous one; None if unknown. `relative_work`, `work`: as stated, and as
+    counted by a hook; 0 if unknown.
     """
 
     number: int
@@ -102,6 +103,7 @@ class Iteration:
     plan: PlanRecord
     gap_begin_s: float | None = None
     relative_work: float = 0.0
+    work: int = 0
     end_s: float = 0.0
     runs: list[Run] = field(default_factory=list)
     position: int = -1
@@ -239,6 +241,7 @@ class Recorder:
                 tuple(complete),
                 is_regular,
                 tuple(self._off_clock_s(iteration, complete)),
+                iteration.relative_work or float(iteration.work),
             )
         )
         gap_time_s, gap_energy_j, gap_slowed_time_s = self._measure_gap(iteration, begin_j)
@@ -257,6 +260,7 @@ class Recorder:
                 gap_slowed_time_s=gap_slowed_time_s,
                 capped_clock_mhz=capped_mhz,
                 relative_work=iteration.relative_work,
+                work=iteration.work,
                 has_clock_change=iteration.has_clock_change,
             )
         )

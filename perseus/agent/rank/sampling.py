@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from perseus.agent.energy.regression import (
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.rank.messages import EnergyEstimate, EnergySample
 from perseus.gpu import ClockEventReason
+from perseus.work_exponent import WorkExponent
 
 # Nothing is marked between iterations. A gap of at most this length holds no significant work and counts as
 # waiting; the content of a longer one is unknown.
@@ -37,6 +38,8 @@ _TYPICAL_GAP = 2.0
 _REFRESH_SHARE = 0.125
 # And after this many more iterations in any case, because a plan's energy may change while it is in force.
 _MAX_REFRESH = 1000
+# Iterations from which on their means say more than single computations do, of which each has its own work.
+_MIN_ITERATIONS = 4
 # Memory limit if the counter hardly ever moves.
 _MAX_PARTS = 32_768
 # A smaller power is invalid.
@@ -92,7 +95,8 @@ class FinishedComputation:
 class FinishedIteration:
     """An iteration with both its edges. `is_regular`: it held the registered computations, all complete.
 
-    `off_clock_s`: (begin, end) of waits at another clock than the plan's only one, in order of time.
+    `off_clock_s`: (begin, end) of waits at another clock than the plan's only one, in order of time. `work`:
+    as stated or counted, 0 if unknown.
     """
 
     begin_s: float
@@ -100,6 +104,7 @@ class FinishedIteration:
     computations: tuple[FinishedComputation, ...]
     is_regular: bool
     off_clock_s: tuple[tuple[float, float], ...] = ()
+    work: float = 0.0
 
     @property
     def part_count(self) -> int:
@@ -174,6 +179,10 @@ def estimate(request: EstimateRequest) -> EnergyEstimate | None:
     for each in computations:
         if each.is_pure:
             durations_s.setdefault(each.key, []).append(each.duration_s)
+    counts = {key: len(some) for key, some in durations_s.items()}
+    work = fmean(iteration.work for iteration in regular) if all(each.work for each in regular) else 0.0
+    if work and len(regular) >= _MIN_ITERATIONS:
+        durations_s = _at_mean_work(regular, work)
     blocking = fit.blocking_power_w
     if blocking is not None and blocking.value < _MIN_BLOCKING_W:
         blocking = None  # few windows may yield impossible values
@@ -198,19 +207,43 @@ def estimate(request: EstimateRequest) -> EnergyEstimate | None:
     return EnergyEstimate(
         plan_version=request.plan_version,
         iteration_count=len(regular),
-        samples=tuple(
-            _sample(key, len(durations_s[key]), typical_s[key], fit.power_w[key]) for key in determined
-        ),
+        samples=tuple(_sample(key, counts[key], typical_s[key], fit.power_w[key]) for key in determined),
         blocking_power_w=blocking.value if blocking else None,
         blocking_power_se_w=blocking.standard_error if blocking else 0.0,
         window_count=fit.window_count,
         discarded_window_count=fit.dropped_window_count,
         undetermined=tuple(
-            _sample(key, len(durations_s[key]), typical_s[key], Estimate(0.0, 0.0)) for key in undetermined
+            _sample(key, counts[key], typical_s[key], Estimate(0.0, 0.0)) for key in undetermined
         ),
         power_information=information,
         power_information_vector=information_vector,
+        work=work,
     )
+
+
+def _at_mean_work(regular: Sequence[FinishedIteration], work: float) -> dict[Key, list[float]]:
+    """Return each kind's mean duration in every iteration, as it would be at the mean work.
+
+    Only an iteration's whole work is known, so its computations count together. How durations follow it is
+    their regression on it: some models' do, others' inputs vary and their durations do not.
+    """
+    means_s: dict[Key, list[tuple[float, float]]] = {}
+    for iteration in regular:
+        own_s: dict[Key, list[float]] = {}
+        for each in iteration.computations:
+            if each.is_pure and each.duration_s > 0:
+                own_s.setdefault(each.key, []).append(each.duration_s)
+        for key, some in own_s.items():
+            means_s.setdefault(key, []).append((iteration.work, fmean(some)))
+    exponent = WorkExponent()
+    for points in means_s.values():
+        exponent.begin_group()
+        for point in points:
+            exponent.add(*point)
+    return {
+        key: [mean_s * (work / its_work) ** exponent.value for its_work, mean_s in points]
+        for key, points in means_s.items()
+    }
 
 
 def _fit(

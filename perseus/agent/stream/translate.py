@@ -278,6 +278,8 @@ def _iteration_columns(rows: tuple[IterationRow, ...]) -> wire.IterationColumns:
         capped_clock_mhz=[row.capped_clock_mhz for row in rows],
         # Few trainers state it: nearly all batches lack the column.
         relative_work=[row.relative_work for row in rows] if any(row.relative_work for row in rows) else (),
+        # Only of models whose inputs a hook sees.
+        work=[row.work for row in rows] if any(row.work for row in rows) else (),
         # Only after an urgent offer or a maximum clock.
         has_clock_change=[row.has_clock_change for row in rows]
         if any(row.has_clock_change for row in rows)
@@ -327,6 +329,7 @@ def _energy(estimate: EnergyEstimate) -> wire.EnergyEstimate:
         undetermined=map(_energy_sample, estimate.undetermined),
         power_information=estimate.power_information,
         power_information_vector=estimate.power_information_vector,
+        work=estimate.work,
     )
 
 

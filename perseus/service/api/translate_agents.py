@@ -361,6 +361,7 @@ def telemetry_from_proto(
             iterations.capped_clock_mhz[:],
             iterations.relative_work[:],
             iterations.has_clock_change[:],
+            iterations.work[:],
         ),
         ComputationColumns(
             computations.iteration[:],
@@ -416,6 +417,7 @@ def _estimate_from_proto(message: agent_service_pb2.EnergyEstimate) -> EnergyEst
         undetermined=_samples_from_proto(message.undetermined, "energy.undetermined"),
         power_information=tuple(message.power_information),
         power_information_vector=tuple(message.power_information_vector),
+        work=message.work,
     )
 
 

@@ -54,7 +54,8 @@ class JobIteration:
         state: the job state in which the newest of its clocks were offered.
         unmeasured_rank_count: ranks whose energy is unknown and missing from all figures here.
         has_clock_change: clocks changed during the iteration of some rank, so that its figures mean nothing.
-        relative_work: the most that a rank states; 1 if none does.
+        relative_work: the most that a rank states, or that follows from counted work; 1 if there is neither.
+        work: the most that a hook counted, relative to its stage's typical; 0 if none did.
     """
 
     iteration: int
@@ -72,6 +73,7 @@ class JobIteration:
     unmeasured_rank_count: int = 0
     has_clock_change: bool = False
     relative_work: float = 1.0
+    work: float = 0.0
 
 
 MIN_PAIRS = 3

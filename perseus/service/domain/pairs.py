@@ -97,20 +97,27 @@ class PairSums:
 NO_PAIRS = PairSums()
 
 
+Figures = tuple[float, float, float]
+"""Time, energy (0 if unknown) and relative work of an iteration."""
+
+
 def pair_of(
-    before: Sequence[tuple[float, float]],
-    stock: Sequence[tuple[float, float]],
-    after: Sequence[tuple[float, float]],
-    last_iteration: int,
+    before: Sequence[Figures], stock: Sequence[Figures], after: Sequence[Figures], last_iteration: int
 ) -> Pair:
-    """Return the pair of iterations given as (time, energy); an energy of 0 is unknown."""
-    planned_j = [energy_j for _, energy_j in (*before, *after)]
-    stock_j = [energy_j for _, energy_j in stock]
+    """Return the pair of iterations, each as it would be at the mean of their works."""
+    mean_work = fmean(work for *_, work in (*before, *stock, *after))
+
+    def times_s(side: Sequence[Figures]) -> tuple[float, ...]:
+        return tuple(time_s * mean_work / work for time_s, _, work in side)
+
+    planned_j, stock_j = (
+        [energy_j * mean_work / work for _, energy_j, work in side] for side in ((*before, *after), stock)
+    )
     is_known = all(planned_j) and all(stock_j)
     return Pair(
-        tuple(time_s for time_s, _ in before),
-        tuple(time_s for time_s, _ in stock),
-        tuple(time_s for time_s, _ in after),
+        times_s(before),
+        times_s(stock),
+        times_s(after),
         fmean(planned_j) if is_known else 0.0,
         fmean(stock_j) if is_known else 0.0,
         last_iteration,

@@ -59,6 +59,8 @@ class JobRecord:
         disturbed_time_s: since when the stock baseline waits for a disturbance to end; None once measured.
         overhead_s: the part of a measured iteration that the latest frontier left out; 0 before that.
         slowdown_share: the share of the policy's slowdown that plans use, less where they proved slower.
+        typical_work: of an iteration, by stage, as hooks count it; 0 if they don't, empty before it is known.
+        work_exponent: times are proportional to this power of the work that hooks count.
     """
 
     policy: OperatingPolicy
@@ -85,6 +87,8 @@ class JobRecord:
     disturbed_time_s: float | None = None
     overhead_s: float = 0.0
     slowdown_share: float = 1.0
+    typical_work: tuple[float, ...] = ()
+    work_exponent: float = 1.0
 
     @property
     def has_finished(self) -> bool:

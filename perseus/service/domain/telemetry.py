@@ -54,8 +54,8 @@ class IterationColumns(NamedTuple):
     """Finished iterations of one rank. `clock_event_reasons` holds NVML's bits, 0 for none.
 
     `gap_*` describe the gaps before the iterations. `capped_clock_mhz` is the clock that the GPU reached
-    while it was capped, 0 where it was not. `relative_work` is 0 where the trainer does not report it. These
-    columns are empty if the agent does not report them.
+    while it was capped, 0 where it was not. `relative_work` is 0 where the trainer does not report it, `work`
+    where no hook counts it. These columns are empty if the agent does not report them.
     """
 
     iteration: Sequence[int]
@@ -70,6 +70,7 @@ class IterationColumns(NamedTuple):
     capped_clock_mhz: Sequence[int] = ()
     relative_work: Sequence[float] = ()
     has_clock_change: Sequence[bool] = ()
+    work: Sequence[float] = ()
 
     def check(self) -> None:
         """Refuse invalid columns.
@@ -89,6 +90,7 @@ class IterationColumns(NamedTuple):
         _check_bounds("iterations.gap_energy_j", self.gap_energy_j, 0, MAX_RANK_ENERGY_J)
         _check_bounds("iterations.gap_slowed_time_s", self.gap_slowed_time_s, 0, MAX_DURATION_S)
         _check_bounds("iterations.capped_clock_mhz", self.capped_clock_mhz, 0, MAX_CLOCK_MHZ)
+        _check_bounds("iterations.work", self.work, 0, MAX_COUNT)
         if self.relative_work:
             _check_rows("iterations.relative_work", self.relative_work, _is_work, f"0, or {_WORK_RANGE}")
 
@@ -112,6 +114,7 @@ class IterationColumns(NamedTuple):
             (self.gap_energy_j, MAX_RANK_ENERGY_J),
             (self.gap_slowed_time_s, MAX_DURATION_S),
             (self.capped_clock_mhz, MAX_CLOCK_MHZ),
+            (self.work, MAX_COUNT),
         )
         return (
             not self.relative_work
@@ -214,7 +217,8 @@ class EnergyEstimate:
 
     `undetermined` has the times of other computations, at energy 0. The information on the powers of
     `samples`, `undetermined` and waiting is the inverse of their covariance, 1/W², as a lower triangle by
-    rows, and that times the powers, 1/W; both are empty if it was not reported.
+    rows, and that times the powers, 1/W; both are empty if it was not reported. The samples are those of an
+    iteration with this `work`, stated or counted; 0 if unknown.
     """
 
     plan_version: int
@@ -225,6 +229,7 @@ class EnergyEstimate:
     undetermined: tuple[EnergySample, ...] = ()
     power_information: tuple[float, ...] = ()
     power_information_vector: tuple[float, ...] = ()
+    work: float = 0.0
 
     def check(self) -> None:
         """Refuse impossible figures.
@@ -234,6 +239,7 @@ class EnergyEstimate:
         """
         check_range("energy.plan_version", self.plan_version, 0, MAX_COUNT)
         check_range("energy.iteration_count", self.iteration_count, 0, MAX_COUNT)
+        check_range("energy.work", self.work, 0, MAX_COUNT)
         if self.blocking_power_w is not None:
             check_range("energy.blocking_power_w", self.blocking_power_w, MIN_POWER_W, MAX_RANK_POWER_W)
         check_range("energy.blocking_power_se_w", self.blocking_power_se_w, 0, MAX_RANK_POWER_W)

@@ -104,6 +104,7 @@ class IterationJudge:
         is_free = run.max_clock_enforcer.max_clock is None
         slowed: set[int] = set()
         for iteration in complete:
+            run.counted_work.learn(iteration)
             gap_s = run.progress.silence_s(run.now_s)
             run.progress.take_iteration(iteration, run.now_s)
             is_comparable = run.max_clock_enforcer.is_comparable(iteration)

@@ -115,6 +115,7 @@ class Lifecycle:
         self._record.is_profile_complete = False
         run.profiler.forget()
         run.baseline.forget()
+        run.counted_work.forget()
         run.caps.restart()
         run.ranks.lift_caps()
 

@@ -362,6 +362,8 @@ class JobMachine:
             self._lifecycle.check_work(f"{place} has a GPU under other limits")
         if numbers:
             has_effect |= self._judge.take_foreign_clock(place, batch.foreign_clock)
+        if batch.iterations.work or batch.iterations.relative_work:
+            batch = batch._replace(iterations=self.run.counted_work.related(place.stage, batch.iterations))
         self.run.stragglers.take_telemetry(place, batch, is_plain=is_plain)
         if batch.iterations.iteration:
             has_effect |= self._judge.take_iterations(place, batch.iterations)
@@ -372,6 +374,7 @@ class JobMachine:
             self.run.planner.latency.take(place, batch.clocks)
         energy = batch.energy
         if energy is not None and energy.plan_version == self.run.offers.of_rank(place).version:
+            energy = self.run.counted_work.at_typical(place.stage, energy)
             if self.record.state is JobState.PLANNED:
                 self.run.planner.watch.take_estimate(place, energy)
             else:

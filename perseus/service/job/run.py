@@ -10,6 +10,7 @@ from perseus.service.domain.records import Counters, JobRecord, Registrations, S
 from perseus.service.domain.specification import JobSpec
 from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.iterations.baseline import Baseline
+from perseus.service.job.iterations.counted_work import CountedWork
 from perseus.service.job.iterations.energy_meter import EnergyMeter
 from perseus.service.job.iterations.iteration_log import IterationLog
 from perseus.service.job.iterations.timeline_memory import TimelineMemory
@@ -47,6 +48,7 @@ class Run:
         log: its iterations and the report.
         meter: its energy, for the ledger.
         timelines: the latest iteration of each pipeline.
+        counted_work: what the work that hooks count means for its times.
         baseline: an iteration at stock.
         stock_blocks: blocks of iterations at stock beside plans.
         profiler: the measurements of its stages.
@@ -87,6 +89,7 @@ class Run:
         self.ranks = RankTable(spec, rules.lease_s, self.buffer, created_s)
         self.offers = OfferBoard(record, counts, self.ranks, self.buffer)
         self.max_clock_enforcer = MaxClockEnforcer(record, self.ranks, self.offers, self.buffer)
+        self.counted_work = CountedWork(record, counts.stage_count)
         self.baseline = Baseline(record, rules.baseline_iterations)
         self.stock_blocks = StockBlocks(rules, f"{spec.job_id}/{run_number}")
         self.profiler = Profiler(record, counters, counts, self.schedule, rules, self.buffer)

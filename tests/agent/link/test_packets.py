@@ -14,6 +14,7 @@ from perseus.agent.link.packets import (
     MAX_OBJECTS,
     MAX_PACKET_BYTES,
     MAX_RELATIVE_WORK_PERMILLE,
+    MAX_WORK,
     ComputationMark,
     Edge,
     EngineHello,
@@ -66,7 +67,9 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(
         IterationMark, st.just(Edge.BEGIN), iterations, int64, st.integers(0, MAX_RELATIVE_WORK_PERMILLE)
     ),
-    st.builds(IterationMark, st.just(Edge.END), iterations, int64, st.just(0), int32),
+    st.builds(
+        IterationMark, st.just(Edge.END), iterations, int64, st.just(0), int32, st.integers(0, MAX_WORK)
+    ),
     st.builds(ComputationMark, edges, iterations, int32, computations, int64),
     st.builds(WaitMark, edges, iterations, int64),
     st.builds(Unmarked, identifiers),

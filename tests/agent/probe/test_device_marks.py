@@ -391,6 +391,22 @@ def test_a_real_probe_sends_the_given_times(agent: AgentStub, probe: Probe) -> N
     assert times_ns == [5_000_000_000 + 1_000_000 * number for number in range(6)]
 
 
+def test_work_is_that_of_the_iteration_in_which_it_was_counted() -> None:
+    device, probe, marks = bench([float(number) for number in range(8)])
+    for elements in (100, 250):
+        marks.begin_iteration()
+        marks.begin_computation(Kind.FORWARD, 0, 0)
+        marks.count_work(elements)
+        marks.end_computation(Kind.FORWARD, 0, 0)
+        marks.end_iteration()
+    works = []
+    for now_ms in (3.5, 7.5):
+        device.now_ms = now_ms
+        marks.poll()
+        works.append(probe.work)
+    assert works == [100, 350]
+
+
 def until(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 5
     while not condition():

@@ -83,6 +83,17 @@ def test_an_iteration_may_have_relative_work(
     assert "expected 0.001 to 1000, found 0.0" in warned[0].message
 
 
+def test_the_work_that_is_counted_is_that_of_one_iteration(agent: AgentStub, probe: Probe) -> None:
+    for counted in ((1000, 24), (), (3 * 2**31 + 5,), (2**60,)):
+        with probe.iteration():
+            for elements in counted:
+                probe.count_work(elements)
+        probe.count_work(7)  # as an evaluation's
+    probe.close()
+    ended = [mark for mark in agent.marks() if isinstance(mark, IterationMark) and mark.edge is Edge.END]
+    assert [mark.work for mark in ended] == [1024, 0, 3 * 2**31 + 5, 2**53]
+
+
 def test_a_block_that_raises_has_no_end(agent: AgentStub, probe: Probe) -> None:
     with pytest.raises(KeyError), probe.iteration(), probe.computation(Kind.FORWARD, 0):
         raise KeyError

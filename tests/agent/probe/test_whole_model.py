@@ -56,7 +56,7 @@ class Model:
 
     training = gives_loss = True
 
-    def __call__(self, value: str) -> dict[str, Any]:
+    def __call__(self, value: object) -> dict[str, Any]:
         return {
             "loss": Tensor(requires_grad=self.gives_loss),
             "mask": Tensor(requires_grad=False),
@@ -92,7 +92,7 @@ class Training:
             is_grad_enabled=lambda: self.is_grad_enabled,
             is_in_backward=lambda: self.engine.is_running,
             is_checkpointing=lambda: self.is_checkpointing,
-            leaves=lambda result: result.values(),
+            leaves=lambda value: value.values() if isinstance(value, dict) else [value],
             when_backward_is_done=self.engine.call_back,
         )
         self.marked = MarkedModel(self.attachment, self.parts)
@@ -121,6 +121,16 @@ def test_accumulated_microbatches_up_to_the_optimizers_step_are_an_iteration(tra
         training.optimizer.step()
     iteration = iteration_of((F, 0), (B, 0), (F, 1), (B, 1))
     assert training.marks.calls == [*iteration, ("register",), *iteration]
+
+
+def test_the_elements_of_the_inputs_are_an_iterations_work(training: Training) -> None:
+    ids, mask = SimpleNamespace(numel=lambda: 8 * 512), SimpleNamespace(numel=lambda: 8)
+    for value in ({"ids": ids, "mask": mask, "name": "first"}, ids):
+        training.model(value)
+    assert training.marks.work == 2 * 8 * 512 + 8
+    training.engine.is_running = True
+    training.model(ids)
+    assert training.marks.work == 2 * 8 * 512 + 8, "a call within a backward does no more work"
 
 
 def test_a_loss_of_two_forwards_and_a_second_backward_are_marked_as_they_come(training: Training) -> None:

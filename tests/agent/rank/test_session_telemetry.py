@@ -273,6 +273,15 @@ def test_relative_work_is_reported_with_its_iteration(bench: Bench) -> None:
     assert works == [0.0, 1.25]
 
 
+def test_counted_work_is_reported_with_its_iteration(bench: Bench) -> None:
+    for number, work in enumerate((0, 4096)):
+        bench.do(IterationMark(Edge.BEGIN, number, bench.now_ns))
+        bench.now_s += 0.1
+        bench.do(IterationMark(Edge.END, number, bench.now_ns, work=work))
+    commands = bench.do(After(10.0))
+    assert [row.work for message in telemetry(commands) for row in message.iterations] == [0, 4096]
+
+
 # --- The iteration in which an urgent offer comes into force ------------------------------------------------
 
 

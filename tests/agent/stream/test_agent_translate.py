@@ -104,11 +104,11 @@ def test_rows_of_an_irregular_iteration_are_not_short() -> None:
 
 def test_rows_become_columns() -> None:
     sample = EnergySample(Kind.FORWARD, 1, None, 4, 0.05, 0.001, 20.0, 0.5)
-    estimate = EnergyEstimate(3, 2, (sample,), 100.0, 2.0, 12, 1)
+    estimate = EnergyEstimate(3, 2, (sample,), 100.0, 2.0, 12, 1, work=4096.0)
     statistics = ClockStatistics(3, 40, 64, 2, 1, 4.0, 3.5, 0.012, 0.001, 0.0004, 5)
     iterations = (
         IterationRow(7, 3, 0.8, 240.0, True, 0),
-        IterationRow(8, 3, 0.9, 250.0, False, 0x40, 5.0, 600.0, 0.01, 1100, 1.25, True),
+        IterationRow(8, 3, 0.9, 250.0, False, 0x40, 5.0, 600.0, 0.01, 1100, 1.25, True, 4096),
     )
     columns = {name: [asdict(row)[name] for row in iterations] for name in asdict(iterations[0])}
     telemetry = Telemetry(
@@ -155,6 +155,7 @@ def test_columns_of_what_no_iteration_has_stay_empty() -> None:
     ):
         batch = translate.request(Batch(6, Telemetry(RANK, rows, (), None, None), 0)).telemetry
         assert batch.iterations.relative_work == relative_work
+        assert batch.iterations.work == []
         assert batch.iterations.has_clock_change == has_clock_change
         assert not batch.HasField("energy")
 

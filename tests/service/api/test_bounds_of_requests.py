@@ -113,7 +113,7 @@ def output(agent: FakeAgent) -> list[ConnectRequest]:
     rows = telemetry.iterations
     for column in (rows.gap_time_s, rows.gap_energy_j, rows.gap_slowed_time_s, rows.relative_work):
         column.append(0.5)
-    rows.capped_clock_mhz[:] = [1000]
+    rows.capped_clock_mhz[:] = rows.work[:] = [1000]
     announced = agent.joined(rank)
     announced.gpu.workload_power_profiles.append(7)
     telemetry.foreign_clock.clock_mhz = telemetry.foreign_clock.wanted_clock_mhz = 1000

@@ -60,6 +60,7 @@ class _Open:
     gap_slowed_time_s: list[float]
     has_clock_change: bool = False
     relative_work: float = 0.0
+    work: float = 0.0
 
 
 class _Label(NamedTuple):
@@ -226,6 +227,8 @@ class IterationLog:
                 entry.gap_slowed_time_s[index] = rows.gap_slowed_time_s[row]
             if rows.relative_work:
                 entry.relative_work = max(entry.relative_work, rows.relative_work[row])
+            if rows.work:
+                entry.work = max(entry.work, rows.work[row])
             entry.has_clock_change |= bool(rows.has_clock_change) and rows.has_clock_change[row]
             if not entry.missing_counts[rank.pipeline]:
                 summaries.append(
@@ -334,6 +337,7 @@ class IterationLog:
             unmeasured_rank_count=entry.energy_j.count(0.0),
             has_clock_change=entry.has_clock_change,
             relative_work=entry.relative_work or 1.0,
+            work=entry.work,
         )
         self.iteration_time_s = complete.iteration_time_s
         self.latest, self.totals = complete, self.totals.with_iteration(complete)

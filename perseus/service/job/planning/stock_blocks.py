@@ -8,7 +8,7 @@ change of clocks counts on neither side.
 The first blocks follow each other closely: whether a plan keeps what it promises has to be known soon. Later
 ones take `SHARE` of the iterations, at random distances, so that nothing periodic (evaluation, checkpoints,
 the length of an epoch) falls on one side. Irregular iterations count on no side. Where trainers state their
-iterations' work, time and energy are those of a unit of work.
+iterations' work, or hooks count it, time and energy are as they would be at the mean of a pair's.
 """
 
 import enum
@@ -19,7 +19,7 @@ from collections import deque
 import numpy as np
 
 from perseus.service.domain.measured import JobIteration
-from perseus.service.domain.pairs import Pair, pair_of
+from perseus.service.domain.pairs import Figures, Pair, pair_of
 from perseus.service.job.rules import Rules
 
 SHARE = 0.03
@@ -58,9 +58,9 @@ class StockBlocks:
         self._wait = 0
         self._passed = 0
         self._is_first = True
-        self._before: deque[tuple[float, float]] = deque(maxlen=self._length)
-        self._stock: list[tuple[float, float]] = []
-        self._after: list[tuple[float, float]] = []
+        self._before: deque[Figures] = deque(maxlen=self._length)
+        self._stock: list[Figures] = []
+        self._after: list[Figures] = []
 
     def restart(self) -> None:
         """Begin anew, with nothing of an unfinished block."""
@@ -96,24 +96,23 @@ class StockBlocks:
         if usual_gap_s is not None and is_planned:
             lost_s = min(iteration.gap_slowed_time_s, max(0.0, iteration.gap_time_s - usual_gap_s))
         known_j = 0.0 if iteration.unmeasured_rank_count else math.fsum(iteration.pipeline_energy_j)
-        work = iteration.relative_work
-        figure = (iteration.iteration_time_s + lost_s) / work, known_j / work
+        figures = iteration.iteration_time_s + lost_s, known_j, iteration.relative_work
         match self._phase:
             case _Phase.BEFORE if is_planned:
                 self._wait -= 1
-                self._before.append(figure)
+                self._before.append(figures)
                 if self._wait <= 0 and len(self._before) == self._length and may_begin:
                     self._phase, self._is_first = _Phase.STOCK, True
                     return BlockStep.STOCK
             case _Phase.STOCK if is_planned:
-                self._before.append(figure)  # stock is not in force yet
+                self._before.append(figures)  # stock is not in force yet
             case _Phase.STOCK if self._has_passed_first():
-                self._stock.append(figure)
+                self._stock.append(figures)
                 if len(self._stock) == self._length:
                     self._phase, self._is_first = _Phase.AFTER, True
                     return BlockStep.PLANS
             case _Phase.AFTER if is_planned and self._has_passed_first():
-                self._after.append(figure)
+                self._after.append(figures)
                 if len(self._after) == self._length:
                     pair = pair_of(self._before, self._stock, self._after, iteration.iteration)
                     self._begin(pair_count + 1)

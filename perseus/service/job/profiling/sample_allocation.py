@@ -6,9 +6,10 @@ single iteration (Neyman's allocation): twice as noisy, twice as long. Four time
 clocks equally accurate and be no better than holding all equally long. So a clock that is as noisy as those
 before it is held for the configured `iterations`.
 
-Three things bound that. A clock that is already much more accurate than profiling requires is not held any
-longer. A clock that surely lies above the hull of the clocks measured before will be in no plan, so its
-errors don't count. And a noisy clock gets a fixed multiple of its share at most.
+Three things bound that, once all times are known well enough to plan with. A clock that is already much more
+accurate than profiling requires is not held any longer. A clock that surely lies above the hull of the clocks
+measured before will be in no plan, so its errors don't count. And a noisy clock gets a fixed multiple of its
+share at most.
 
 Energy counters need time, not iterations: their windows take up to 100 ms each. So a short iteration counts
 as a part of one (`effective_count`), in all counts here.
@@ -39,6 +40,9 @@ _WHOLE_ITERATION_S = 0.5
 _NEGLIGIBLE_SHARE = 0.25
 """An error below this share of the accuracy is negligible: it adds 3 % to it, in squares."""
 
+_USABLE_TIME_SHARE = 0.01
+"""Standard error of a time, as a share of it, above which plans would need too large a margin."""
+
 _SURE_ERRORS = 2.0
 """Standard errors above the hull from which on a clock is surely useless."""
 
@@ -47,11 +51,12 @@ _SURE_ERRORS = 2.0
 class RoundError:
     """The error of an iteration's energy under the clocks of a round, and that energy.
 
-    `error_j` is None if an error was not reported.
+    `error_j` is None if an error was not reported. `time_share`: the largest error of a time, as its share.
     """
 
     error_j: float | None
     energy_j: float
+    time_share: float = 0.0
 
 
 def effective_count(iteration_count: int, iteration_time_s: float) -> float:
@@ -85,6 +90,8 @@ class SampleAllocation:
             return iteration_count >= self._iterations
         if iteration_count >= MAX_HOLD_FACTOR * self._iterations:
             return True
+        if found.time_share > _USABLE_TIME_SHARE:
+            return False
         if found.error_j <= _NEGLIGIBLE_SHARE * self._accuracy * found.energy_j:
             return True
         if not self._noises_j:
@@ -110,6 +117,7 @@ def round_error(
     powers_w = blocking_power_w([*measured, *found], schedule.stage_count)
     errors_j: list[float] = []
     energies_j: list[float] = []
+    shares: list[float] = []
     has_errors = True
     for profile in found:
         before = curves(measured, profile.stage)
@@ -120,10 +128,12 @@ def round_error(
         for key, count in counts.items():
             m = profile.measurements[key]
             energies_j.append(count * m.energy_j)
+            shares.append(m.time_se_s / m.time_s)
             has_errors = has_errors and m.energy_se_j > 0 and m.time_se_s > 0
             if not _is_surely_useless(m, before.get(key, []), power_w):
                 errors_j.append(count * _error_j(m))
-    return RoundError(math.hypot(*errors_j) if has_errors else None, math.fsum(energies_j))
+    error_j = math.hypot(*errors_j) if has_errors else None
+    return RoundError(error_j, math.fsum(energies_j), max(shares, default=0.0))
 
 
 def _error_j(m: Measurement) -> float:

@@ -316,6 +316,60 @@ def test_copies_of_a_trainer_and_of_its_callbacks_train_themselves_unattached(tm
     gc.enable()
 
 
+def padded_training(folder: Path, connect: Any) -> tuple[list[float], int]:
+    """Train on sentences of any length with Transformers' own collator; return losses and input elements."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        DataCollatorWithPadding,
+        PreTrainedTokenizerFast,
+        Trainer,
+        TrainingArguments,
+    )
+
+    from perseus.agent.transformers import PerseusCallback
+
+    tokenizer = Tokenizer(models.WordLevel({"[PAD]": 0, "word": 1}, unk_token="word"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]")
+    data = [{**fast("word " * (1 + 7 * number % 31)), "label": number % 2} for number in range(16)]
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=2, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    model, sizes = BertForSequenceClassification(config), []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: sizes.append(sum(each.numel() for each in (*args, *kwargs.values()))),
+        with_kwargs=True,
+    )
+    arguments = TrainingArguments(
+        folder,
+        per_device_train_batch_size=2,
+        max_steps=8,
+        logging_steps=1,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    trainer = Trainer(model, arguments, DataCollatorWithPadding(fast), train_dataset=data)
+    if connect is not None:
+        trainer.add_callback(PerseusCallback(trainer, job_id="GPT-3", connect=connect))
+    trainer.train()
+    assert len({*sizes}) > 4, "padded to different lengths"
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], sum(sizes)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_padded_batches_are_an_iterations_work_and_losses_are_the_same(tmp_path: Path) -> None:
+    marks = Notebook()
+    losses, elements = padded_training(tmp_path, marks.connect)
+    assert marks.work == elements
+    assert len(losses) == 8
+    assert padded_training(tmp_path, None) == (losses, elements)
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("is_kept", [True, False], ids=["attachment kept", "attachment dropped"])
 def test_a_schedule_that_is_deleted_leaves_no_hooks_and_is_not_kept(is_kept: bool) -> None:

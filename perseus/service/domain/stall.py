@@ -94,12 +94,12 @@ _NEXT_STEPS = {
         "measurements_unexplained`"
     ),
     StockReason.NOISY: (
-        "if the work depends on the data, have the trainer state it (relative_work); if "
+        "if the work depends on the data, have the trainer state or count it (relative_work, count_work); if "
         "not, end what else runs on its hosts, or measure longer (profile_iterations); then `perseus jobs "
         "resume JOB`"
     ),
     StockReason.UNDECIDED: (
-        "if the work depends on the data, have the trainer state it (relative_work); or "
+        "if the work depends on the data, have the trainer state or count it (relative_work, count_work); or "
         "allow a slowdown, `perseus jobs policy JOB --max-slowdown-percent 5`; then `perseus jobs resume JOB`"
     ),
     StockReason.QUARANTINED: (

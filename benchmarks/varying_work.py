@@ -23,12 +23,12 @@ from tests.service.job.clusters import EmulatedCluster, clocks_of
 from tests.service.service_fakes import CLOCKS_MHZ, FakeRank, energy_j, make_spec, time_s
 
 SEEDS = 20
-ITERATIONS = 1500
+ITERATIONS = 800
 MICROBATCHES = 8
 BLOCKING_W = 60.0
 OVERHEAD_S = 0.02
 TOLERANCE = 0.01
-_EPOCH = 300
+_EPOCH = 200
 _ELEMENTS = 1e6
 _ERROR = 1e-3
 _MIN_ITERATIONS = 4

@@ -64,9 +64,17 @@ async def test_trainings_keep_their_plans_and_a_budget_when_other_coordinators_t
         await until_back(clients[1], SECOND)
         for client, job_id in zip(clients, (FIRST, SECOND), strict=True):
             assert (await client.job(job_id)).state == job_pb2.JOB_STATE_PLANNED
-        now = [await versions(clients[0], FIRST), await versions(clients[1], SECOND)]
-        for earlier, later in zip(before, now, strict=True):  # a job may have got a better plan meanwhile
-            assert all(0 < version <= later[stage] for stage, version in earlier.items())
+
+        async def are_kept() -> bool:
+            """Tell whether the plans, or newer ones, are in force: blocks at stock come in between."""
+            now = [await versions(clients[0], FIRST), await versions(clients[1], SECOND)]
+            return all(
+                0 < version <= later[stage]
+                for earlier, later in zip(before, now, strict=True)
+                for stage, version in earlier.items()
+            )
+
+        await until(are_kept, "plans are kept")
         assert (await clients[1].job(SECOND)).epoch == epoch, "no state is lost"
         assert fleet.holder(1).logged("took over the jobs")["lease_epoch"] == 2
 

@@ -1,7 +1,7 @@
 """Agents at the level of the wire: they join, follow offers, report, resend, reconnect, and check messages.
 
 Agents record the coordinator's errors in `Findings`: a retracted acknowledgement, a version with two plans, a
-decreasing version, and any refusal. `Job` adds iterations under offers of two holders.
+new version below an earlier one, and any refusal. `Job` adds iterations under offers of two holders.
 """
 
 import asyncio
@@ -82,6 +82,13 @@ def _clocks(offer: pb.PlanOffer) -> tuple[int, ...]:
             return (0,)
 
 
+def _digest(clocks: tuple[int, ...]) -> bytes:
+    return hashlib.blake2b(repr(clocks).encode(), digest_size=8).digest()
+
+
+_STOCK = _digest((0,))
+
+
 class Rank:
     """One rank: clocks in force, the offer that waits for its start iteration, and all earlier offers."""
 
@@ -102,8 +109,8 @@ class Rank:
 
     @property
     def version_count(self) -> int:
-        """Number of different versions offered to it."""
-        return len(self._clocks_of)
+        """Number of different versions with clocks of their own that were offered to it."""
+        return sum(digest != _STOCK for digest in self._clocks_of.values())
 
     @property
     def gpu_uuid(self) -> str:
@@ -114,11 +121,13 @@ class Rank:
         """Compare an offer with all earlier ones."""
         output = f"{self.job_id} {self.place.pipeline}/{self.place.stage} version {offer.version}"
         # Only the clocks: start times may change if the other stages get other clocks.
-        digest = hashlib.blake2b(repr(_clocks(offer)).encode(), digest_size=8).digest()
+        digest = _digest(_clocks(offer))
+        is_again = (offer.epoch, offer.version) in self._clocks_of
         if self._clocks_of.setdefault((offer.epoch, offer.version), digest) != digest:
             findings.add("version reused", f"{output} carries other clocks than before")
         highest = self._highest_version.get(offer.epoch, 0)
-        if offer.version < highest:
+        # A plan comes back after a block at stock.
+        if offer.version < highest and (digest == _STOCK or not is_again):
             findings.add("version reversed", f"{output} after {highest}")
         self._highest_version[offer.epoch] = max(highest, offer.version)
 

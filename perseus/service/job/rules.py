@@ -55,7 +55,8 @@ class Rules(BaseModel):
         default=1.0,
         gt=0,
         le=1000,
-        description="Withdraw plans that are surely slower than promised by this much, beside stock.",
+        description="Withdraw plans that are surely slower than promised by this much, beside stock; make "
+        "none whose measurements need a margin of three times as much.",
     )
     guard_iterations: int = Field(
         default=5,
@@ -73,6 +74,11 @@ class Rules(BaseModel):
     def guard_tolerance(self) -> float:
         """The share by which iterations may exceed what is promised."""
         return self.guard_tolerance_percent / 100
+
+    @property
+    def max_margin(self) -> float:
+        """The share of an iteration's time that plans may leave for noisy measurements."""
+        return 3 * self.guard_tolerance
 
     @property
     def profiling_budget(self) -> "ProfilingBudget":

@@ -57,9 +57,6 @@ from perseus.solver import (
 )
 from perseus.v1 import event_pb2
 
-MAX_MARGIN = 0.03
-"""Largest margin for noisy measurements, as a share of the iteration time; beyond it there is no plan."""
-
 _NOT_IN_USE = "it slows nothing while no rank has reported its blocking power"
 
 
@@ -180,8 +177,8 @@ class Planner:
         """Which measurements are so uncertain that plans would be guesses; None if none is."""
         if self.frontier is None or self.frontier.margin is None:
             return None
-        share = self.frontier.margin.time_share
-        if share <= MAX_MARGIN:
+        share, most = self.frontier.margin.time_share, self._rules.max_margin
+        if share <= most:
             return None
         uncertain = {
             (m.time_se_s / m.time_s, profile.stage, kind.name.lower(), profile.clock_mhz)
@@ -190,7 +187,7 @@ class Planner:
         }
         error, stage, kind_name, clock_mhz = max(uncertain)
         return (
-            f"plans would need a margin of {share:.1%} for noisy measurements, more than {MAX_MARGIN:.0%}: "
+            f"plans would need a margin of {share:.1%} for noisy measurements, more than {most:.0%}: "
             f"the time of a {kind_name} of stage {stage} at {clock_mhz} MHz is known to ± {error:.1%} only"
         )
 

@@ -49,6 +49,9 @@ from perseus.v1 import event_pb2
 HOLD_LIMIT = 8
 """Multiple of the configured iterations for which a clock may be held before it is given up."""
 
+_MARGIN_ERRORS = 3.0
+"""Standard errors that a margin for noisy measurements covers, and some more."""
+
 _SAME_TIME_SHARE = 0.02
 _SAME_ENERGY_SHARE = 0.1
 """By how much an earlier profile may differ from the current measurements."""
@@ -95,7 +98,9 @@ class Profiler:
         self._schedule = schedule
         self._rules = rules
         self._budget = rules.profiling_budget
-        self._allocation = SampleAllocation(rules.profile_iterations, rules.profile_accuracy)
+        self._allocation = SampleAllocation(
+            rules.profile_iterations, rules.profile_accuracy, rules.max_margin / _MARGIN_ERRORS
+        )
         # A round's share of the extra time is that of one clock out of the maximum number.
         self._round = Round(
             parallelism, schedule, self._allocation, self._budget.extra_time_s / rules.profile_clocks

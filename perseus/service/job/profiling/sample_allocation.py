@@ -40,9 +40,6 @@ _WHOLE_ITERATION_S = 0.5
 _NEGLIGIBLE_SHARE = 0.25
 """An error below this share of the accuracy is negligible: it adds 3 % to it, in squares."""
 
-_USABLE_TIME_SHARE = 0.01
-"""Standard error of a time, as a share of it, above which plans would need too large a margin."""
-
 _SURE_ERRORS = 2.0
 """Standard errors above the hull from which on a clock is surely useless."""
 
@@ -67,15 +64,17 @@ def effective_count(iteration_count: int, iteration_time_s: float) -> float:
 class SampleAllocation:
     """Spreads iterations over the clocks of a job."""
 
-    def __init__(self, iterations: int, accuracy: float) -> None:
+    def __init__(self, iterations: int, accuracy: float, time_accuracy: float) -> None:
         """Create an allocation.
 
         Args:
             iterations: at a clock as noisy as the others.
             accuracy: the share by which energy may be off.
+            time_accuracy: a time's standard error, as its share, up to which plans can be made.
         """
         self._iterations = iterations
         self._accuracy = accuracy
+        self._time_accuracy = time_accuracy
         # The noise of each finished round: the error of a single iteration, in joules.
         self._noises_j: list[float] = []
 
@@ -90,7 +89,7 @@ class SampleAllocation:
             return iteration_count >= self._iterations
         if iteration_count >= MAX_HOLD_FACTOR * self._iterations:
             return True
-        if found.time_share > _USABLE_TIME_SHARE:
+        if found.time_share > self._time_accuracy:
             return False
         if found.error_j <= _NEGLIGIBLE_SHARE * self._accuracy * found.energy_j:
             return True

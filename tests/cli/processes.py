@@ -30,17 +30,16 @@ def call(
     cwd: Path,
     environment: Mapping[str, str] | None = None,
     stdout: Any = subprocess.PIPE,
-    options: Sequence[tuple[str, Any]] = (),
+    before: Sequence[str] = (),
 ) -> Ended:
-    """Run the command to its end."""
+    """Run the command to its end; `before` is what starts it, if not this process."""
     done = subprocess.run(
-        [*COMMAND, *(os.fsencode(str(each)) for each in arguments)],
+        [*before, *COMMAND, *(os.fsencode(str(each)) for each in arguments)],
         cwd=cwd,
         env={**os.environ, **(environment or {})},
         stdout=stdout,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         check=False,
-        **dict(options),
     )
     return Ended(done.returncode, done.stdout or b"", done.stderr.decode("utf-8", "replace"))

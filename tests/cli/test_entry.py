@@ -25,9 +25,17 @@ def test_a_full_output_gives_one_line(tmp_path: Path, full_device: Path, form: s
     assert ended.error == "error: standard output can't be written: No space left on device"
 
 
+def closing(file: int) -> list[str]:
+    """Return the beginning of a command that closes one of its files and executes the rest.
+
+    No function runs between fork and execution: beside threads of gRPC that may abort the child.
+    """
+    return ["sh", "-c", f'exec "$@" {file}>&-', "sh"]
+
+
 def test_a_closed_output_gives_one_line_and_writes_to_no_other_file(tmp_path: Path) -> None:
     flags = [*SOLVE, "--output", "frontier.json"]
-    ended = call(*flags, cwd=tmp_path, stdout=None, options=[("preexec_fn", lambda: os.close(1))])
+    ended = call(*flags, cwd=tmp_path, stdout=None, before=closing(1))
     assert ended.exit_code == 1
     assert ended.error == "error: standard output can't be written: Bad file descriptor"
     assert not (tmp_path / "frontier.json").exists()
@@ -35,7 +43,7 @@ def test_a_closed_output_gives_one_line_and_writes_to_no_other_file(tmp_path: Pa
 
 def test_a_missing_standard_error_disturbs_nothing(tmp_path: Path) -> None:
     flags = [*SOLVE, "--output", "frontier.json"]
-    ended = call(*flags, cwd=tmp_path, options=[("preexec_fn", lambda: os.close(2))])
+    ended = call(*flags, cwd=tmp_path, before=closing(2))
     assert (ended.exit_code, b"T_min" in ended.stdout) == (0, True)
     assert json.loads((tmp_path / "frontier.json").read_text())["tMinS"] > 0
 
@@ -76,28 +84,26 @@ def test_a_signal_ends_a_command_silently_at_any_time(
     tmp_path: Path, number: signal.Signals, when: str
 ) -> None:
     flags = ["--microbatches", "1500", "--limit-s", "90", "--output", "frontier.json"]
-    process = subprocess.Popen(
-        [*COMMAND, "solve", "profile.csv", *flags],
+    with subprocess.Popen(
+        # A run of the tests in the background ignores the signal, and its children inherit that.
+        ["env", f"--default-signal={number.name}", *COMMAND, "solve", "profile.csv", *flags],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # A run of the tests in the background ignores the signal, and its children inherit that.
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # nohup ignores one of them
-    )
-    try:
-        maps = Path(f"/proc/{process.pid}/maps")
-        # The first import of our own, and the last.
-        wanted = {"importing": "_socket", "solving": "igraph/_igraph"}[when]
-        deadline_s = time.monotonic() + 60
-        while wanted not in maps.read_text():
-            assert process.poll() is None
-            assert time.monotonic() < deadline_s
-            time.sleep(0.002)
-        process.send_signal(number)
-        stdout, stderr = process.communicate(timeout=30)
-    finally:
-        process.kill()
-        process.wait()
+    ) as process:
+        try:
+            maps = Path(f"/proc/{process.pid}/maps")
+            # The first import of our own, and the last.
+            wanted = {"importing": "_socket", "solving": "igraph/_igraph"}[when]
+            deadline_s = time.monotonic() + 60
+            while wanted not in maps.read_text():
+                assert process.poll() is None
+                assert time.monotonic() < deadline_s
+                time.sleep(0.002)
+            process.send_signal(number)
+            stdout, stderr = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert process.returncode in (128 + number, -number)
     assert (stdout, stderr) == (b"", b"")
     assert [each.name for each in tmp_path.iterdir()] == ["profile.csv"]

@@ -18,6 +18,7 @@ from tests.solver.pipelines import (
     measurements,
     pipeline_of,
     pipelines,
+    published_pipeline,
     remeasured,
     replayed_iteration_time_s,
     small_pipeline,
@@ -54,6 +55,22 @@ def test_a_factor_of_two_in_all_energies_is_one_in_the_result(pipeline: Pipeline
         assert (found.deadline_s, found.iteration_time_s) == (own.deadline_s, own.iteration_time_s)
         time_s = own.iteration_time_s
         assert other.plan_within(time_s).settings == frontier.plan_within(time_s).settings
+
+
+@pytest.mark.parametrize("exponent", [-9, 3])
+def test_plans_are_the_same_in_nanoseconds_and_hours(exponent: int) -> None:
+    """Of many computations, whose flows are far from what 53 bits hold in one unit alone."""
+    pipeline, factor = published_pipeline("a100-sxm", 4), 10.0**exponent
+    with little_search():
+        frontier = solve(pipeline, point_count=20)
+        other = solve(in_other_units(pipeline, factor, factor), point_count=20)
+    for own, found in zip(frontier.points, other.points, strict=True):
+        times_s = found.deadline_s, found.iteration_time_s
+        assert times_s == pytest.approx((own.deadline_s * factor, own.iteration_time_s * factor), rel=1e-12)
+        energies_j = found.energy_j, found.effective_energy_j, found.bound_energy_j
+        own_j = own.energy_j, own.effective_energy_j, own.bound_energy_j
+        assert energies_j == pytest.approx([energy_j * factor for energy_j in own_j], rel=1e-12)
+    assert other.plan_within(other.t_star_s).settings == frontier.plan_within(frontier.t_star_s).settings
 
 
 FACTORS = st.floats(-9.0, 5.0).map(lambda exponent: 10.0**exponent)

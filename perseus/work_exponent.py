@@ -12,11 +12,12 @@ _PRIOR = 1e-3
 class WorkExponent:
     """The exponent, by least squares of logarithms within groups of durations that only work makes differ.
 
-    It is as uncertain as work hardly varies, and matters as little then. At first it is 1.
+    It is as uncertain as work hardly varies, and matters as little then.
     """
 
-    def __init__(self) -> None:
-        self._products = self._squares = _PRIOR
+    def __init__(self, exponent: float = 1.0, weight: float = _PRIOR) -> None:
+        """Begin with an exponent; `weight`: the sum of squared logarithms of work that it counts as."""
+        self._products, self._squares = exponent * weight, weight
         self.begin_group()
 
     @property

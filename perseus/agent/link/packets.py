@@ -383,7 +383,9 @@ def encode(message: Message) -> bytes:
         case Reply(ok, reason, text, is_notice, saving):
             reply = {"type": "reply", "ok": ok, "reason": reason, "message": text}
             if saving is not None:
-                reply["saving"] = list(astuple(saving))
+                reply["saving"] = [saving.energy_percent, saving.slowdown_percent]
+                # Apart, as older probes know two numbers.
+                reply["saving_margins"] = [saving.energy_margin_percent, saving.slowdown_margin_percent]
             return _encode_json({**reply, "is_notice": True} if is_notice else reply)
         case Packing(is_allowed):
             return _encode_json({"type": "packing", "is_allowed": is_allowed})
@@ -592,11 +594,11 @@ def _decode_json(packet: bytes) -> Message:
 
 
 def _saving(fields: dict[str, Any]) -> Saving:
-    match _field(fields, "saving", list):
-        case [int() | float() as energy_percent, int() | float() as slowdown_percent, *margins]:
-            if len(margins) <= 2 and all(isinstance(margin, int | float | None) for margin in margins):
+    match _field(fields, "saving", list), fields.get("saving_margins", [None, None]):
+        case [int() | float() as energy_percent, int() | float() as slowdown_percent], [*margins]:
+            if len(margins) == 2 and all(isinstance(margin, int | float | None) for margin in margins):
                 return Saving(energy_percent, slowdown_percent, *margins)
-    raise MalformedPacket("packet: field 'saving': expected two numbers, and their margins")
+    raise MalformedPacket("packet: field 'saving': expected two numbers, and two margins or none")
 
 
 def _field(fields: dict[str, Any], name: str, expected: type[T]) -> T:

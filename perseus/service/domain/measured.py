@@ -163,13 +163,14 @@ class Period:
         time, energy = self.time_pairs, self.energy_pairs
         if time.count < MIN_PAIRS:
             return None
+        has_energy = energy.count >= MIN_PAIRS  # a rank's may be unknown now and then
         return replace(
             self,
             state=JobState.BASELINE,
-            iteration_count=time.count,
+            iteration_count=energy.count if has_energy else time.count,
             iteration_time_s=time.stock / time.count,
             iteration_time_m2=max(0.0, time.stock_square - time.stock**2 / time.count),
-            energy_j=energy.stock / energy.count if energy.count == time.count else 0.0,
+            energy_j=energy.stock / energy.count if has_energy else 0.0,
             energy_m2=max(0.0, energy.stock_square - energy.stock**2 / max(1, energy.count)),
         )
 

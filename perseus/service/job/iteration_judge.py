@@ -180,10 +180,12 @@ class IterationJudge:
         """Compare plans with stock beside them; return the pair that the iteration completes, if it does."""
         run = self._run
         versions = run.offers.plan_versions
-        period, _ = run.log.latest_period() or (None, None)
+        period = run.log.periods[-1] if run.log.periods else None
         is_of_plans = period is not None and period.versions == versions
         may_begin = (
             is_of_plans
+            and run.planner.frontier is not None
+            and not run.planner.is_solving
             and run.offers.are_in_force
             and run.ranks.are_all(RankState.CONNECTED)
             and run.max_clock_enforcer.max_clock is None
@@ -202,7 +204,7 @@ class IterationJudge:
             case BlockStep.STOCK:
                 run.offers.suspend()
             case BlockStep.PLANS:
-                run.planner.retarget()
+                run.offers.resume()
             case Pair() if (compared := run.log.compare(step, versions)) is not None:
                 run.buffer.store(compared)
                 return step

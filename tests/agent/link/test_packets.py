@@ -218,3 +218,12 @@ def test_the_longest_report_of_an_engine_is_quick_to_decode() -> None:
     assert is_quick(
         encode(EngineReport(0.25, 999, 999, 0.123456789012, 10**6, 10**6, 10**4, 1e5 / 3, buckets, buckets))
     )
+
+
+def test_a_saving_is_one_that_older_probes_know() -> None:
+    packet = json.loads(encode(Reply(True, "SAVING", is_notice=True, saving=Saving(10.0, 0.5, 0.4, 0.2))))
+    assert packet["saving"] == [10.0, 0.5], "they refuse more than two numbers"
+    del packet["saving_margins"]
+    assert decode(json.dumps(packet).encode()) == Reply(
+        True, "SAVING", is_notice=True, saving=Saving(10.0, 0.5)
+    )

@@ -1,9 +1,9 @@
 """What the work that trainers' hooks count means for a job's times. Part of the state machine.
 
-A stage's typical work is the mean until the stock baseline is measured; what is measured later, of whatever
-iterations, is compared as if they had that much. How times follow work is learned from the whole job's
-iterations under the same clocks. Work that a trainer states is relative already, and its times are in
-proportion.
+A stage's typical work is the mean until the stock baseline is measured, or of its first rows. What is
+measured later, of whatever iterations, is compared as if they had that much. How times follow work is learned
+from the whole job's iterations under the same clocks. Work that a trainer states is relative already, and its
+times are in proportion.
 """
 
 from collections.abc import Iterable
@@ -18,13 +18,21 @@ _CHANGE = 0.02
 """Of the exponent, that is worth storing: an iteration of twice the work is 1.4 % off."""
 
 
+_MIN_ROWS = 4
+"""Rows of a stage from which its typical work is known."""
+
+_LEARNED = 0.1
+"""Weight of what was learned before a restart: as of ten iterations whose work varies by 10 %."""
+
+
 class CountedWork:
     """The work of one job's iterations, and what follows from it."""
 
     def __init__(self, record: JobRecord, stage_count: int) -> None:
         self._record = record
         self._is_stated = False
-        self._exponent = WorkExponent()
+        is_known = bool(record.typical_work)  # learned before a restart
+        self._exponent = WorkExponent(record.work_exponent, _LEARNED) if is_known else WorkExponent()
         self._versions: tuple[int, ...] | None = None
         self._sums = [0.0] * stage_count
         self._counts = [0] * stage_count
@@ -40,14 +48,15 @@ class CountedWork:
         self._is_stated |= any(rows.relative_work)
         if self._is_stated or not any(rows.work):
             return rows._replace(work=())
-        if self._record.baseline is None and not self._record.typical_work:
-            known = [work for work in rows.work if work]
-            self._sums[stage] += sum(known)
-            self._counts[stage] += len(known)
-        elif not self._record.typical_work:
-            means = zip(self._sums, self._counts, strict=True)
-            self._record.typical_work = tuple(total / count if count else 0.0 for total, count in means)
-        typical = self._typical(stage) or max(rows.work)
+        known = [*(self._record.typical_work or [0.0] * len(self._sums))]
+        if not known[stage] and self._record.baseline is not None and self._counts[stage] >= _MIN_ROWS:
+            known[stage] = self._typical(stage)
+            self._record.typical_work = tuple(known)
+        elif not known[stage]:
+            own = [work for work in rows.work if work]
+            self._sums[stage] += sum(own)
+            self._counts[stage] += len(own)
+        typical = self._typical(stage)
         ratios = [work / typical for work in rows.work]
         return rows._replace(work=ratios, relative_work=[self._effect(ratio) for ratio in ratios])
 
@@ -75,7 +84,7 @@ class CountedWork:
                 self._record.work_exponent = self._exponent.value
 
     def _typical(self, stage: int) -> float:
-        if self._record.typical_work:
+        if self._record.typical_work and self._record.typical_work[stage]:
             return self._record.typical_work[stage]
         return self._sums[stage] / self._counts[stage] if self._counts[stage] else 0.0
 

@@ -120,10 +120,10 @@ class IterationLog:
     def label(self, pipeline: int, offer: PipelineOffer, state: JobState) -> None:
         """Record a pipeline's offer, and the job's state that it was made for."""
         version, plans = offer.version, self._plans[pipeline]
-        if offer.stage_versions not in plans:
-            plans[offer.stage_versions] = version
-            for oldest in list(plans)[:-_LABEL_LIMIT]:
-                del plans[oldest]
+        # The latest last: a plan comes back after each block at stock beside it.
+        version = plans[offer.stage_versions] = plans.pop(offer.stage_versions, version)
+        for oldest in list(plans)[:-_LABEL_LIMIT]:
+            del plans[oldest]
         if isinstance(offer.clocks, PlannedClocks) and offer.clocks.latency_cost_percent:
             self._latency_costs[version] = offer.clocks.latency_cost_percent
             for old in sorted(self._latency_costs)[:-_LABEL_LIMIT]:
@@ -131,10 +131,9 @@ class IterationLog:
         if state is JobState.BASELINE and offer.clocks != STOCK:
             state = JobState.STOCK  # measurements under a maximum clock are no baseline
         label = _Label(state, offer.clocks == STOCK)
-        if self._labels.get(version) == label:
-            return
+        self._labels.pop(version, None)
         self._labels[version] = label
-        for old in sorted(self._labels)[1:-_LABEL_LIMIT]:
+        for old in [each for each in list(self._labels)[:-_LABEL_LIMIT] if each != NO_VERSION]:
             del self._labels[old]
 
     def mark_straggler(self, first_iteration: int, has_straggler: bool) -> None:

@@ -48,14 +48,18 @@ class Guard:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._latest: deque[Pair] = deque(maxlen=_LATEST_COUNT)
+        self._versions: tuple[int, ...] | None = None
 
-    def judge(self, pair: Pair, pairs: PairSums, promised: float) -> SlowdownProof | None:
+    def judge(
+        self, pair: Pair, pairs: PairSums, promised: float, versions: tuple[int, ...] | None
+    ) -> SlowdownProof | None:
         """Take a pair; return the proof that plans take more than `promised` × stock's time, if there is one.
 
-        `pairs`: the sums over all pairs of these plans, with this one.
+        `pairs`: the sums over all pairs of the plans of these `versions`, with this one.
         """
         count = pairs.count
-        if count == 1:
+        if versions != self._versions:
+            self._versions = versions
             self._latest.clear()
         self._latest.append(pair)
         latest = NO_PAIRS

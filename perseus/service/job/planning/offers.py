@@ -147,6 +147,11 @@ class OfferBoard:
         return tuple((each.suspended or each.offer).version for each in self._pipelines)
 
     @property
+    def plans(self) -> Iterator[Clocks]:
+        """Each pipeline's clocks, those of the plan where stock is offered beside it."""
+        return ((each.suspended or each.offer).clocks for each in self._pipelines)
+
+    @property
     def is_beside_plans(self) -> bool:
         """Whether stock is offered for a block beside the plans."""
         return self._suspended_count > 0
@@ -231,11 +236,17 @@ class OfferBoard:
             self._renew(changing, clocks, is_urgent=is_urgent)
 
     def suspend(self) -> None:
-        """Offer stock to all pipelines; the plans come back once they are desired again."""
+        """Offer stock to all pipelines, until the plans are resumed or others are desired."""
         for pipeline in self._pipelines:
             pipeline.suspended = pipeline.offer
         self._suspended_count = len(self)
         self._renew(dict.fromkeys(range(len(self)), self._stages), STOCK, is_urgent=False)
+
+    def resume(self) -> None:
+        """Offer the suspended plans again."""
+        for number, pipeline in enumerate(self._pipelines):
+            if pipeline.suspended is not None:
+                self.set_desired([number], pipeline.suspended.clocks)
 
     def _has_resumed(self, number: int, clocks: Clocks, is_urgent: bool) -> bool:
         """If these are the clocks of a pipeline's suspended plan, offer them again under their versions."""

@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from perseus.service.domain.commands import SlowPlan
-from perseus.service.domain.measured import JobIteration
+from perseus.service.domain.measured import MIN_PAIRS, JobIteration
 from perseus.service.domain.messages import NUMBERS
 from perseus.service.domain.model import PlannedClocks
+from perseus.service.domain.pairs import PairSums
 from perseus.service.domain.records import JobRecord
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
@@ -73,14 +74,23 @@ class PlanWatch:
         self._drift = DriftWatch(parallelism)
         self._profiler = profiler
         self._buffer = buffer
+        self._tolerance = rules.guard_tolerance
         self._kept_count = 0
         self._suspected_count = 0
+        self._is_doubtful = False
 
     def restart(self) -> None:
         """Discard the evidence gathered so far."""
         self._suspected_count = 0
+        self._is_doubtful = False
         self._irregular.restart()
         self._drift.restart()
+
+    def note_pairs(self, pairs: PairSums, promised: float) -> None:
+        """Note whether it is doubtful that plans keep what is promised, by stock beside them."""
+        margin = pairs.ratio_margin()
+        is_kept = margin is None or pairs.ratio + margin <= promised * (1 + self._tolerance)
+        self._is_doubtful = pairs.count >= MIN_PAIRS and not is_kept
 
     def forgive(self) -> None:
         """Forget violated promises."""
@@ -150,7 +160,7 @@ class PlanWatch:
         return Verdict()
 
     def _check_prediction(self, iteration: JobIteration) -> None:
-        self._kept_count += iteration.is_regular
+        self._kept_count += iteration.is_regular and not self._is_doubtful
         if self._kept_count >= FORGIVING_ITERATIONS:
             self._kept_count = self._record.fall_back_count = 0
             self._record.prediction_violation_count = max(0, self._record.prediction_violation_count - 1)
@@ -166,7 +176,7 @@ class PlanWatch:
             return Verdict(f"predictions were violated {violation_count} times")
         if is_corrected:
             return Verdict("the prediction was violated, and the profile was corrected", solve_again=True)
-        if allowed := self._record.policy.max_slowdown_percent / 100:
+        if (allowed := self._record.policy.max_slowdown_percent / 100) and proof.promised > 1:
             # What is too slow may be a share of the slowdown, or the same under all plans.
             share, excess = self._record.slowdown_share, proof.ratio - proof.promised
             less = min(share * allowed / (proof.ratio - 1), share - excess / allowed)

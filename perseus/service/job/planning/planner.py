@@ -199,7 +199,7 @@ class Planner:
         before_s, self._made_for_s = self._made_for_s, frontier.set_latency_s
         if before_s is not None and before_s != frontier.set_latency_s:
             return
-        for clocks in {id(offer.clocks): offer.clocks for offer in self._offers}.values():
+        for clocks in {id(clocks): clocks for clocks in self._offers.plans}.values():
             if isinstance(clocks, PlannedClocks):
                 with suppress(ProfileError):  # it has clocks that are no longer available, or stock
                     self._exact.remember(replay(frontier.pipeline, clocks.plan.clocks_mhz))
@@ -276,6 +276,8 @@ class Planner:
             policy = replace(policy, budget_terms=self._record.policy.budget_terms)
         is_news = policy != self._record.policy
         if is_news:
+            if policy.max_slowdown_percent != self._record.policy.max_slowdown_percent:
+                self._record.slowdown_share = 1.0
             if policy.signal != self._record.policy.signal:
                 self._record.signal_target = None  # its counts belong to another rule
                 self._counters.signal_count = 0
@@ -489,7 +491,8 @@ class Planner:
         if pair is not None:
             is_late = pair.planned_time_s > predicted_s * (1 + self._rules.guard_tolerance)
             promised = self._promised_ratio(self.frontier, predicted_s)
-            proof = self._guard.judge(pair, pairs, promised)
+            proof = self._guard.judge(pair, pairs, promised, iteration.versions)
+            self.watch.note_pairs(pairs, promised)
         return self.watch.judge(
             iteration,
             clocks,

@@ -76,6 +76,23 @@ def test_work_that_a_trainer_states_is_relative_already_and_times_are_in_proport
     assert job.work.at_typical(0, estimate(2.0)).samples[0].time_s == 0.05
 
 
+def test_what_was_learned_survives_a_restart_and_counting_may_begin_late() -> None:
+    job = Job()
+    job.run(*[10.0, 30.0] * 50, exponent=0.1)
+    job.measure_baseline()
+    job.run(20.0, exponent=0.1)
+    exponent = job.record.work_exponent
+    job.work = CountedWork(job.record, 2)
+    job.run(20.0, 21.0, exponent=0.1)
+    assert job.record.work_exponent == pytest.approx(exponent, abs=0.02)
+    late = Job()
+    late.measure_baseline()
+    late.run(*[10.0, 30.0] * 2)
+    (row, _) = late.run(40.0)
+    assert row.work == [2.0]
+    assert late.record.typical_work == (20.0, 2000.0)
+
+
 def test_nothing_is_known_without_work_and_all_is_forgotten_with_the_measurements() -> None:
     job = Job()
     assert job.work.related(0, rows(0.0)).work == ()

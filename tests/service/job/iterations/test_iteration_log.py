@@ -5,6 +5,7 @@ import statistics
 import sys
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from perseus.service.domain.measured import MAX_PERIODS, JobIteration, Period, saving
 from perseus.service.domain.model import STOCK, HoldClocks, JobState, PipelineOffer
+from perseus.service.domain.pairs import Pair
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import ComputationColumns, IterationColumns, Order
 from perseus.service.job.iterations.iteration_log import OPEN_LIMIT, IterationLog, report
@@ -114,6 +116,27 @@ def test_after_a_restart_an_iteration_whose_predecessor_is_unknown_counts_as_the
     add_all(log, 4)
     assert log.periods[-1].iteration_count == 2
     assert restored(IterationLog(RANKS)).periods == []
+
+
+def test_a_plan_is_known_after_any_number_of_blocks_at_stock_beside_it() -> None:
+    log = IterationLog(RANKS)
+    for block in range(100):
+        for version, state in ((7, JobState.PLANNED), (8 + block, JobState.STOCK)):
+            label(log, version, 2 * block, state)
+            add_all(log, 2 * block + (version > 7), version=version)
+            assert log.latest is not None
+            assert (log.latest.versions, log.latest.state) == ((version, version), state)
+
+
+def test_a_block_whose_energy_is_not_known_whole_leaves_the_others_energies() -> None:
+    log = IterationLog(RANKS)
+    for iteration in range(2):
+        add_all(log, iteration)
+    period = replace(log.periods[-1], state=JobState.PLANNED)
+    for energy_j in (2.0, 0.0, 3.0, 4.0):
+        period = period.compared_with(Pair((1.0,), (1.0,), (1.0,), 1.0, energy_j, 0))
+    assert period.stock is not None
+    assert (period.stock.energy_j, period.stock.iteration_count) == (3.0, 3)
 
 
 def test_a_row_that_comes_twice_counts_once() -> None:

@@ -8,15 +8,15 @@ from functools import partial
 import numpy as np
 import pytest
 
-from perseus.service.domain.inputs import AgentDisconnected, BudgetTargetSet, MaxClockSet, PolicySet, Tick
+from perseus.service.domain.inputs import BudgetTargetSet, MaxClockSet, PolicySet
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import JobState
 from perseus.service.domain.pairs import NO_PAIRS, Pair
-from perseus.service.domain.specification import OperatingPolicy
+from perseus.service.domain.specification import Deadline, OperatingPolicy
 from perseus.service.domain.stall import StockReason
 from perseus.service.job.planning import guard, stock_blocks
 from perseus.service.job.planning.guard import Guard, SlowdownProof
-from perseus.service.job.planning.stock_blocks import BlockStep, StockBlocks
+from perseus.service.job.planning.stock_blocks import EARLY_COUNT, BlockStep, StockBlocks
 from perseus.service.job.rules import Rules
 from perseus.v1 import event_pb2
 from tests.service.job.clusters import FIRST, TruthfulCluster, straggler
@@ -65,7 +65,7 @@ class Job:
                     self.pairs.append(pair)
                     self.times = self.times.with_pair(pair.planned_time_s, pair.stock_time_s)
                     self.energies = self.energies.with_pair(pair.planned_energy_j, pair.stock_energy_j)
-                    if proof := self.guard.judge(pair, self.times, promised):
+                    if proof := self.guard.judge(pair, self.times, promised, (1,)):
                         self.proofs.append(proof)
         return self
 
@@ -173,7 +173,7 @@ def test_a_planned_job_runs_at_stock_now_and_then_under_the_same_versions_and_no
     assert saving.slowdown_percent == pytest.approx(0.0, abs=0.1)
 
 
-@pytest.mark.parametrize("what", ["straggler", "maximum clock", "power budget", "lost agent"])
+@pytest.mark.parametrize("what", ["straggler", "maximum clock", "power budget", "solving"])
 def test_no_block_begins_while_something_else_decides(what: str) -> None:
     cluster = TruthfulCluster().plan()
     while not cluster.machine.run.offers.is_beside_plans:
@@ -185,13 +185,30 @@ def test_no_block_begins_while_something_else_decides(what: str) -> None:
             cluster.send(MaxClockSet(1200))
         case "power budget":
             cluster.send(BudgetTargetSet(1.4, is_urgent=True))
-        case "lost agent":
-            cluster.send(AgentDisconnected("agent-1"))
-            cluster.send(Tick())
-            return
+        case "solving":  # as after a restart, with plans in force
+            while cluster.machine.run.offers.is_beside_plans:
+                cluster.run(1)
+            cluster.waiting = []
+            cluster.machine.run.planner.drop_frontier()
+            cluster.machine._lifecycle.solve()
     assert not cluster.machine.run.offers.is_beside_plans
-    cluster.run(60)
-    assert cluster.machine.run.log.periods[-1].time_pairs.count == 0
+    cluster.run(80)
+    assert not cluster.machine.run.offers.is_beside_plans
+    # A pair whose iterations at stock were over is completed, if nothing explains what comes after.
+    assert cluster.machine.run.log.periods[-1].time_pairs.count == (what == "solving")
+
+
+def test_stock_that_is_measured_anew_does_not_change_plans_by_itself() -> None:
+    """A deadline's target depends on what stock takes: each block would bring another plan."""
+    cluster, rng = TruthfulCluster().plan(), np.random.default_rng(0)
+    cluster.send(PolicySet(OperatingPolicy(deadline=Deadline(iteration_count=1000, time_s=1450.0))))
+    cluster.run(4)
+    versions = cluster.machine.run.offers.plan_versions
+    for _ in range(130):
+        cluster.work = partial(lambda work, _stage: work, float(np.exp(0.01 * rng.standard_normal())))
+        cluster.run(1)
+    assert cluster.machine.run.offers.plan_versions == versions
+    assert cluster.machine.run.log.periods[-1].time_pairs.count >= EARLY_COUNT
 
 
 def test_a_coordinator_that_is_restarted_in_a_block_brings_the_plans_back() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import signal
 import socket
@@ -435,6 +436,12 @@ def _operator_token(path: Path, starting: contextlib.ExitStack) -> str:
     return secret
 
 
+def _has_a_caller(record: logging.LogRecord) -> bool:
+    """Keep a record of gRPC's, unless it says that a caller was gone before its answer could be sent."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or kind.__name__ != "ExecuteBatchError"
+
+
 @contextlib.asynccontextmanager
 async def _listening(
     coordinator: Coordinator, settings: CoordinatorSettings, port: Port, http: socket.socket | None
@@ -443,6 +450,7 @@ async def _listening(
     asking = NoAuthentication() if settings.insecure else Authentication(coordinator.tokens, grants)
     # Callers are authenticated before their requests are decoded.
     options = [*_OPTIONS, ("grpc.max_receive_message_length", settings.limit_message_bytes)]
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_has_a_caller)
     server = grpc.aio.server(
         interceptors=[Releasing(), asking, Decoding()], options=options, maximum_concurrent_rpcs=_MAX_CALLS
     )

@@ -91,6 +91,17 @@ BROKEN = {
 }
 
 
+async def test_a_caller_that_is_gone_before_its_answer_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gRPC logs it with a traceback, now and then: whichever of both is first."""
+    log = logging.getLogger("grpc._cython.cygrpc")
+    async with running_here(make_settings(tmp_path)):
+        for error in (type("ExecuteBatchError", (Exception,), {})(), RuntimeError("another")):
+            log.error("raised in core by servicer method", exc_info=error)
+    assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error]
+
+
 async def test_broken_http_2_ends_its_own_connection_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

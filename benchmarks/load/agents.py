@@ -113,6 +113,11 @@ class Rank:
         return sum(digest != _STOCK for digest in self._clocks_of.values())
 
     @property
+    def stock_versions(self) -> set[int]:
+        """The versions that had stock's clocks."""
+        return {version for (_, version), digest in self._clocks_of.items() if digest == _STOCK}
+
+    @property
     def gpu_uuid(self) -> str:
         """Its GPU."""
         return f"GPU-{self.job_id}-{self.place.pipeline}-{self.place.stage}"

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -236,7 +236,8 @@ class Job:
             periods += page.periods
             if not (token := page.next_page_token):
                 break
-        return account(self._versions(), periods, self.task.stage_count)
+        at_stock = set().union(*(rank.stock_versions for rank in self.ranks))
+        return account(self._versions(), periods, self.task.stage_count, at_stock)
 
     def _versions(self) -> NDArray[np.int64]:
         """Return the version that each rank reported for each iteration, one row per iteration."""
@@ -289,8 +290,16 @@ class Job:
             await asyncio.sleep(_WAKE_S if self._next_s > now_s else 0)
 
 
-def account(versions: NDArray[np.int64], periods: list[job_pb2.ReportPeriod], stage_count: int) -> Account:
-    """Compare a report's periods with the versions of all ranks (one row per iteration)."""
+def account(
+    versions: NDArray[np.int64],
+    periods: list[job_pb2.ReportPeriod],
+    stage_count: int,
+    stock_versions: Iterable[int] = (),
+) -> Account:
+    """Compare a report's periods with the versions of all ranks (one row per iteration).
+
+    Those of `stock_versions` that have no period are of blocks at stock beside plans, which no period counts.
+    """
     found = Account(iteration_count=len(versions))
     by_stage = versions.reshape(len(versions), -1, stage_count)
     by_pipeline = by_stage.max(axis=2)
@@ -316,7 +325,10 @@ def account(versions: NDArray[np.int64], periods: list[job_pb2.ReportPeriod], st
         energy_j = versions.shape[1] * sum(wire.iteration_energy_j(each) for each in iterations.tolist())
         error = abs(period.iteration_count * period.energy_j - energy_j) / max(energy_j, 1.0)
         found.energy_error = max(found.energy_error, error)
-    found.outside = np.flatnonzero(is_counted & ~is_inside).tolist()
+    known = [{*period.plan_versions} for period in periods]
+    beside = [version for version in stock_versions if {version} not in known]
+    is_beside = np.isin(by_pipeline, beside).all(axis=1)
+    found.outside = np.flatnonzero(is_counted & ~is_inside & ~is_beside).tolist()
     return found
 
 

@@ -281,6 +281,7 @@ async def test_policy_and_baseline(site: Site) -> None:
         await controls.get_by_label("iterations, iterations").fill("100000000000000000")
         await controls.get_by_role("button", name="Set policy").click()
         await expect(controls.locator(".outcome")).to_contain_text("iteration_count")
+        await expect(controls.locator(".outcome")).to_contain_class("wrong")
         assert (await site.client.job()).policy.max_slowdown_percent == 3
 
         await controls.get_by_role("button", name="Measure baseline again").click()
@@ -327,6 +328,7 @@ async def test_policies_with_a_signal_are_set_as_on_the_command_line_and_fit_a_t
         await horizon.fill("36")
         await horizon.press("Enter")
         await expect(controls.locator(".outcome")).to_have_text("The policy is set.")
+        await expect(controls.locator(".outcome")).to_contain_class("well")
         extra = (await site.client.job()).policy.least_carbon.extra_time
         assert (extra.percent, extra.horizon_s) == (7.5, 36 * 3600)
         await expect(figure(page, "policy")).to_contain_text("Least carbon within 7.5 % more time")

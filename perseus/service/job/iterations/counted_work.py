@@ -17,7 +17,6 @@ from perseus.work_exponent import WorkExponent
 _CHANGE = 0.02
 """Of the exponent, that is worth storing: an iteration of twice the work is 1.4 % off."""
 
-
 _MIN_ROWS = 4
 """Rows of a stage from which its typical work is known."""
 

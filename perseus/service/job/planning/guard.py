@@ -65,9 +65,8 @@ class Guard:
         latest = NO_PAIRS
         for each in self._latest:
             latest = latest.with_pair(each.planned_time_s, each.stock_time_s)
-        confidence = 1 - 2 * FALSE_ALARMS / 3 / (
-            count * (count + 1)
-        )  # of intervals, of which one side counts
+        # Of intervals, of which one side counts.
+        confidence = 1 - 2 * FALSE_ALARMS / 3 / (count * (count + 1))
         proofs = [(pair.planned_time_s / pair.stock_time_s, pair.min_ratio(confidence))]
         for sums in (latest, pairs):
             margin = sums.ratio_margin(confidence)

@@ -1,9 +1,9 @@
 """The cost of a framework's hook for each of the trainer's computations, with and without an agent.
 
 A stage object of `torch.distributed.pipelining` has an empty forward. Its call is timed without the hook,
-with it, and after `detach`. The hooks into Megatron-Core and DeepSpeed are timed on stand-ins for the
-functions
-that they hook. `make test-frameworks` makes the environment with torch:
+with it, and after `detach`. A small model's forward, backward and step are timed with `attach_model`, and
+with torch's own hooks alone that it needs. The hooks into Megatron-Core and DeepSpeed are timed on stand-ins
+for the functions that they hook. `make test-frameworks` makes the environment with torch:
 
     .venv-frameworks/bin/python -m benchmarks.adapters
 """
@@ -54,8 +54,75 @@ def run() -> list[Table]:
     )
     return [
         Table("One empty computation of a stage of torch's pipelining", columns, tuple(rows), note),
+        _model(),
         _others(),
     ]
+
+
+def _model() -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for is_cold in (False, True):
+        medians_us = {kind: _measure_model(kind, is_cold) for kind in _MODEL_HOOKS}
+        rows.extend(
+            ("cold" if is_cold else "warm", part, *(medians_us[kind][part] for kind in _MODEL_HOOKS))
+            for part in ("forward", "backward", "step")
+        )
+    columns = (Column("caches"), Column("part"), *(Column(f"{kind}, µs", ".1f") for kind in _MODEL_HOOKS))
+    note = (
+        f"Medians of a layer of 8 by 8 with {_MODEL_MICROBATCHES} microbatches a step. Cold: {_SWEPT_MIB} "
+        "MiB are written before each part. Torch's own: a tensor hook on the output, which queues a callback "
+        "for the backward's end."
+    )
+    return Table("`attach_model`: each part of a step", columns, tuple(rows), note)
+
+
+_MODEL_HOOKS = ("no hook", "torch's own hooks", "attached")
+_MODEL_MICROBATCHES = 8
+_SWEPT_MIB = 64
+
+
+def _measure_model(hooks: str, is_cold: bool) -> dict[str, float]:
+    """Return the median of each part of a step, in µs."""
+    import torch
+    from torch import nn
+
+    from perseus.agent.torch import attach_model
+
+    model, inputs = nn.Linear(8, 8), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    swept = torch.zeros(_SWEPT_MIB << 20, dtype=torch.uint8)
+    parts_us: dict[str, list[float]] = {"forward": [], "backward": [], "step": []}
+
+    def timed(part: str, run: Callable[[], Any]) -> Any:
+        if is_cold:
+            swept.add_(1)
+        begun_ns = time.perf_counter_ns()
+        result = run()
+        parts_us[part].append((time.perf_counter_ns() - begun_ns) / 1000)
+        return result
+
+    def forward() -> Any:
+        output = model(inputs)
+        if hooks == "torch's own hooks":
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            output.register_hook(lambda _: queue(lambda: None))
+        return output
+
+    with tempfile.TemporaryDirectory(prefix="perseus-") as folder, running_agent(Path(folder)):
+        os.environ[SOCKET_VARIABLE] = str(Path(folder, "agent.sock"))
+        torch.set_num_threads(1)
+        attachment = None
+        if hooks == "attached":
+            attachment = attach_model(model, optimizer, job_id="job", connect=connect)
+        for _ in range(COMPUTATIONS // (_MODEL_MICROBATCHES * (20 if is_cold else 1))):
+            for _ in range(_MODEL_MICROBATCHES):
+                loss = timed("forward", forward).square().mean()
+                timed("backward", loss.backward)
+            timed("step", optimizer.step)
+            optimizer.zero_grad()
+        if attachment is not None:
+            attachment.detach()
+    return {part: median(times_us[len(times_us) // 10 :]) for part, times_us in parts_us.items()}
 
 
 def _others() -> Table:

@@ -35,12 +35,13 @@ from perseus.solver.named_schedules import (
 )
 from perseus.solver.pipeline import Pipeline, ProfileKey
 from perseus.solver.plan import Plan, PlannedComputation, fastest_clock_plan, replay, waiting_saved_j
-from perseus.solver.profile import MeasuredSetting, Measurement, round_estimate
+from perseus.solver.profile import MeasuredSetting, Measurement, highest, round_estimate
 from perseus.solver.profile_csv import read_profile_csv
 from perseus.solver.rebalancing import Partition, Rebalancing, layers_along_path, rebalance
 from perseus.solver.schedule import Path, Schedule
 from perseus.solver.setting import Setting
 from perseus.solver.shrinkage import shrink, shrink_profiles
+from perseus.solver.variation import Variation
 from perseus.solver.waiting import BlockingPower, blocking_of_stages
 
 __all__ = [
@@ -77,6 +78,7 @@ __all__ = [
     "ScheduleError",
     "Setting",
     "SolverError",
+    "Variation",
     "blocking_of_stages",
     "common_lag_s",
     "dual_pipe_v",
@@ -85,6 +87,7 @@ __all__ = [
     "explaining_lag_s",
     "fastest_clock_plan",
     "gpipe",
+    "highest",
     "interleaved_one_forward_one_backward",
     "interpolate_clocks",
     "layers_along_path",

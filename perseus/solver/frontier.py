@@ -29,6 +29,7 @@ from perseus.solver.plan_table import PlanTable, tabulate
 from perseus.solver.realisation import MANY_COMPUTATIONS, REFINED_BESIDE, Realiser, Target
 from perseus.solver.relaxed_cost import RelaxedCost
 from perseus.solver.sweep import Sweep, sweep_frontier
+from perseus.solver.variation import Variation, hastened
 
 MIN_POINT_COUNT = 3
 """T_min, T* and T_slow."""
@@ -102,15 +103,29 @@ class Refinement:
     _set_latency_s: float
     _realised: Plan = field(repr=False)
     """The slowest of the points' plans that meets the deadline."""
+    _variation: Variation | None = field(repr=False)
 
     def plan(self) -> Plan:
-        """Return the plan: never slower than the deadline, at the least effective energy found."""
+        """Return the plan: never slower than the deadline, at the least effective energy found.
+
+        Where computations vary, it is not slower in the mean over iterations, up to a tolerance.
+        """
         choice = Realiser(self._graph).refine(self._target, self._others)
         plan = _assemble(self.pipeline, self._graph, choice)
         if self._set_latency_s:
             plan = latency_plan(self.pipeline, plan, self._set_latency_s) or self._realised
         # Rounding errors of the sums must not make it dearer than the plan that is already realised.
-        return min(plan, self._realised, key=lambda each: each.effective_energy_j)
+        plan = min(plan, self._realised, key=lambda each: each.effective_energy_j)
+        if self._variation is None:
+            return plan
+        return hastened(
+            self.pipeline,
+            self._graph,
+            plan,
+            self._variation,
+            self.deadline_s,
+            in_runs=self._set_latency_s > 0,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,8 +216,11 @@ class Frontier:
             return self.plan_within(iteration_time_s)
         return self.refinement(iteration_time_s).plan()
 
-    def refinement(self, iteration_time_s: float) -> Refinement:
+    def refinement(self, iteration_time_s: float, variation: Variation | None = None) -> Refinement:
         """Return the input for doing the work of `plan` elsewhere; it takes about as long as a few sweeps.
+
+        Where computations vary, the plan's iterations keep to that time on average, as they were seen to
+        vary, up to a tolerance; then its `iteration_time_s` is that mean.
 
         Raises:
             DeadlineError: the iteration time is shorter than T_min.
@@ -217,6 +235,7 @@ class Frontier:
             _others=self._choices[max(0, within - REFINED_BESIDE) : within + REFINED_BESIDE + 1],
             _set_latency_s=self.set_latency_s,
             _realised=self.plan_within(iteration_time_s),
+            _variation=variation,
         )
 
     def is_exact(self, iteration_time_s: float) -> bool:

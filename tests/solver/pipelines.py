@@ -1,10 +1,11 @@
 """Random pipelines, the published profiles, and two independent judges: a replay and a linear program."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path as FilePath
+from types import MappingProxyType
 from typing import Any
 
 import highspy
@@ -202,12 +203,18 @@ def arcs_of(pipeline: Pipeline) -> list[tuple[Computation, Computation, float]]:
     return arcs
 
 
-def replayed_iteration_time_s(pipeline: Pipeline, plan: Plan) -> float:
-    """Replay a plan's clocks on the measured times in plain floats: relax all arcs until nothing changes."""
+def replayed_iteration_time_s(
+    pipeline: Pipeline, plan: Plan, factors: Mapping[Computation, float] = MappingProxyType({})
+) -> float:
+    """Replay a plan's clocks on the measured times in plain floats: relax all arcs until nothing changes.
+
+    Computations take their `factors`, 1 by default, times as long.
+    """
     duration_s: dict[Computation, float] = dict(pipeline.fixed_times_s)
     for c, clock_mhz in ((p.computation, p.clock_mhz) for stage in plan.stages for p in stage):
         times_s = [m.time_s for m in pipeline.profiles[c.stage, c.chunk, c.kind] if m.clock_mhz == clock_mhz]
         (duration_s[c],) = times_s
+    duration_s = {c: time_s * factors.get(c, 1.0) for c, time_s in duration_s.items()}
     start_s = dict.fromkeys(pipeline.schedule.computations, 0.0)
     arcs = arcs_of(pipeline)
     changed = True

@@ -126,14 +126,12 @@ class MarkedModel:
 
     def _count_work(self, inputs: Inputs) -> None:
         positional, named = inputs
-        self._attachment.count_work(
-            sum(
-                leaf.numel()
-                for value in (*positional, *named.values())
-                for leaf in self._parts.leaves(value)
-                if hasattr(leaf, "numel")
-            )
-        )
+        elements = 0
+        for value in (*positional, *named.values()):
+            for leaf in self._parts.leaves(value):
+                if hasattr(leaf, "numel"):
+                    elements += leaf.numel()
+        self._attachment.count_work(elements)
 
     def _is_forward(self, model: Any) -> bool:
         """Return whether a call is a forward of training; if it is called again, its backward has begun."""

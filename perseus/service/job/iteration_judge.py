@@ -105,6 +105,7 @@ class IterationJudge:
         slowed: set[int] = set()
         for iteration in complete:
             run.counted_work.learn(iteration)
+            run.variations.take(iteration)
             gap_s = run.progress.silence_s(run.now_s)
             run.progress.take_iteration(iteration, run.now_s)
             is_comparable = run.max_clock_enforcer.is_comparable(iteration)
@@ -269,6 +270,8 @@ class IterationJudge:
             if why is not None:
                 self._lifecycle.fall_back(StockReason.UNDECIDED, why)
                 return
+        elif verdict.withdraw is None and run.planner.renew_variation():
+            self._lifecycle.retarget()
         if verdict.withdraw is not None and verdict.solve_again and frontier is not None:
             latest = map(run.timelines.latest, range(len(run.offers)))
             changed = changed_work(frontier.pipeline, filter(None, latest))

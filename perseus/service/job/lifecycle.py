@@ -116,6 +116,7 @@ class Lifecycle:
         run.profiler.forget()
         run.baseline.forget()
         run.counted_work.forget()
+        run.variations.forget()
         run.caps.restart()
         run.ranks.lift_caps()
 
@@ -223,6 +224,7 @@ class Lifecycle:
             self._record.finish_time_s = run.wall_time_s
             run.planner.stop_solving()
             run.timelines.end()
+            run.variations.forget()
         run.buffer.announce(
             event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
             f"{before.value} → {state.value}: {why}",

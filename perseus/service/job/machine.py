@@ -367,7 +367,9 @@ class JobMachine:
         self.run.stragglers.take_telemetry(place, batch, is_plain=is_plain)
         if batch.iterations.iteration:
             has_effect |= self._judge.take_iterations(place, batch.iterations)
-        if (computations := batch.computations).begin_s:
+        if (computations := batch.computations).duration_s:
+            self.run.variations.add(place, computations)
+        if computations.begin_s:
             self.run.timelines.add(place, order.compact(computations) if is_plain else computations)
         if batch.clocks is not None:
             self.run.ranks.note_clocks(place, batch.clocks)

@@ -14,6 +14,7 @@ from perseus.service.job.iterations.counted_work import CountedWork
 from perseus.service.job.iterations.energy_meter import EnergyMeter
 from perseus.service.job.iterations.iteration_log import IterationLog
 from perseus.service.job.iterations.timeline_memory import TimelineMemory
+from perseus.service.job.iterations.variation_memory import VariationMemory
 from perseus.service.job.planning.caps import CapWatch
 from perseus.service.job.planning.max_clock import MaxClockEnforcer
 from perseus.service.job.planning.offers import OfferBoard
@@ -48,6 +49,7 @@ class Run:
         log: its iterations and the report.
         meter: its energy, for the ledger.
         timelines: the latest iteration of each pipeline.
+        variations: how computations varied in the latest iterations.
         counted_work: what the work that hooks count means for its times.
         baseline: an iteration at stock.
         stock_blocks: blocks of iterations at stock beside plans.
@@ -86,6 +88,7 @@ class Run:
         self.log = IterationLog(places)
         self.meter = EnergyMeter()
         self.timelines = TimelineMemory(counts)
+        self.variations = VariationMemory(self.schedule, counts.pipeline_count)
         self.ranks = RankTable(spec, rules.lease_s, self.buffer, created_s)
         self.offers = OfferBoard(record, counts, self.ranks, self.buffer)
         self.max_clock_enforcer = MaxClockEnforcer(record, self.ranks, self.offers, self.buffer)
@@ -105,6 +108,7 @@ class Run:
             self.profiler,
             self.baseline,
             self.stragglers,
+            self.variations,
             self.buffer,
         )
         self.progress = Progress(

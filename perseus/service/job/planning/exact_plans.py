@@ -4,6 +4,12 @@ A frontier's points are available at once but lie a step apart. For each target 
 the plan for exactly that time, which takes about as long as a few sweeps; when it is done, it replaces the
 point if it saves enough. It is kept, so the same target, or a slightly longer one, gets it at once.
 
+Where computations vary, plans are made for the iterations that were seen (`Variation`). A point of the
+frontier is too slow then, and serves only until there is a plan for its time or a shorter one.
+
+After a restart it is not known how computations vary, but such plans may be in force. They stay until it
+is.
+
 One plan is made at a time. A plan that is no longer wanted is dropped.
 """
 
@@ -12,10 +18,13 @@ from collections.abc import Iterable
 
 from perseus.service.domain.commands import DropSolve, Refine
 from perseus.service.job.command_buffer import CommandBuffer
-from perseus.solver import Frontier, Plan, Refinement
+from perseus.solver import Frontier, Plan, Refinement, Variation
 
 KEPT_PLANS = 16
 """Plans that a job remembers."""
+
+_SAME_SHARE = 0.01
+"""By how much a held plan may exceed a time: stock is measured again and again."""
 
 MIN_GAIN = 0.0002
 """Share of an iteration's energy that a plan has to save to replace another."""
@@ -26,24 +35,48 @@ class ExactPlans:
 
     Attributes:
         refining: the plan that is being made, if any.
+        variation: how computations vary; None if they don't, as far as known.
     """
 
     def __init__(self, buffer: CommandBuffer) -> None:
         self.refining: Refinement | None = None
+        self.variation: Variation | None = None
         self._refining_s = 0.0
         self._buffer = buffer
         # Keyed by target iteration time, most recently wanted last; None if the plan can't be made or does
         # not save enough.
         self._plans: OrderedDict[float, Plan | None] = OrderedDict()
+        # Plans for computations that vary, of an earlier frontier.
+        self._held: list[Plan] = []
 
     def forget(self) -> None:
-        """Forget all plans: the frontier was replaced or dropped."""
+        """Forget all plans, and how computations vary: the frontier was replaced or dropped."""
         self._plans.clear()
+        self.variation = None
+        self._held.clear()
         self.drop()
 
     def remember(self, plan: Plan) -> None:
         """Take an earlier plan, replayed on the frontier's pipeline, so that it may stay if it is as good."""
         self._keep(plan.iteration_time_s, plan)
+
+    def hold(self, plan: Plan) -> None:
+        """Take an earlier plan for computations that vary, with the time that it took then.
+
+        It stays until there is another one, or they are known not to vary.
+        """
+        self._held.append(plan)
+
+    def vary(self, variation: Variation | None) -> bool:
+        """Take how computations vary, None if they don't; return whether other plans are needed."""
+        is_news = variation is not None or bool(self._held)
+        if variation is None:
+            self._held.clear()
+        else:
+            self._plans.clear()
+            self.drop()
+        self.variation = variation
+        return is_news
 
     def drop(self) -> None:
         """Drop the plan being made: it is no longer needed, or something else has to be solved."""
@@ -54,8 +87,13 @@ class ExactPlans:
     def plan_within(self, frontier: Frontier, iteration_time_s: float) -> Plan:
         """Return at once the best known plan that takes no longer than `iteration_time_s`."""
         point = frontier.plan_within(iteration_time_s)
-        kept = [plan for plan in self._plans.values() if plan is not None]
-        within = [plan for plan in kept if plan.iteration_time_s <= iteration_time_s]
+        kept = [(time_s, plan) for time_s, plan in self._plans.items() if plan is not None]
+        if self.variation is not None or self._held:
+            made = [each for each in kept if each[0] <= iteration_time_s and self.variation is not None]
+            same_s = iteration_time_s * (1 + _SAME_SHARE)
+            held = [(each.iteration_time_s, each) for each in self._held if each.iteration_time_s <= same_s]
+            return max(made or held, key=lambda each: each[0])[1] if made or held else point
+        within = [plan for _, plan in kept if plan.iteration_time_s <= iteration_time_s]
         best = min(within, key=lambda plan: plan.effective_energy_j, default=point)
         return best if _pays(best, point, iteration_time_s) else point
 
@@ -68,9 +106,9 @@ class ExactPlans:
         missing_s = [time_s for time_s in wanted_s if self._is_missing(frontier, time_s)]
         if self.refining is not None and self._refining_s not in missing_s:
             self.drop()
-        if self.refining is None and missing_s:
+        if self.refining is None and missing_s and (self.variation is not None or not self._held):
             self._refining_s = missing_s[0]
-            self.refining = frontier.refinement(self._refining_s)
+            self.refining = frontier.refinement(self._refining_s, self.variation)
             self._buffer.do(Refine(self.refining))
 
     def take(self, frontier: Frontier, refinement: Refinement, plan: Plan | None) -> bool:
@@ -79,8 +117,8 @@ class ExactPlans:
             return False
         self.refining = None
         time_s = self._refining_s
-        if plan is not None and not _pays(plan, self.plan_within(frontier, time_s), time_s):
-            plan = None
+        if plan is not None and self.variation is None:
+            plan = plan if _pays(plan, self.plan_within(frontier, time_s), time_s) else None
         self._keep(time_s, plan)
         return True
 
@@ -90,7 +128,8 @@ class ExactPlans:
             self._plans.popitem(last=False)
 
     def _is_missing(self, frontier: Frontier, time_s: float) -> bool:
-        return time_s not in self._plans and not frontier.is_exact(time_s)
+        is_exact = self.variation is None and frontier.is_exact(time_s)
+        return time_s not in self._plans and not is_exact
 
 
 def _pays(plan: Plan, other: Plan, iteration_time_s: float) -> bool:

@@ -22,6 +22,7 @@ from perseus.service.domain.signals import SignalTarget, SignalTargetState
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
 from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.iterations.baseline import Baseline
+from perseus.service.job.iterations.variation_memory import VariationMemory
 from perseus.service.job.planning.caps import CapWatch
 from perseus.service.job.planning.exact_plans import ExactPlans
 from perseus.service.job.planning.guard import Guard
@@ -57,6 +58,15 @@ from perseus.solver import (
 )
 from perseus.v1 import event_pb2
 
+_DIGITS = 1e-6
+"""Share by which a stored plan's times may be off."""
+
+_VARIATION_SHARE = 1 / 3
+"""Share of the guard's tolerance that plans use up where computations vary.
+
+Some is needed: any clock below stock's delays those iterations in which its computation is critical.
+"""
+
 _NOT_IN_USE = "it slows nothing while no rank has reported its blocking power"
 
 
@@ -82,6 +92,7 @@ class Planner:
         profiler: Profiler,
         baseline: Baseline,
         stragglers: StragglerRegistry,
+        variations: VariationMemory,
         buffer: CommandBuffer,
     ) -> None:
         self.frontier: Frontier | None = None
@@ -99,8 +110,11 @@ class Planner:
         self._profiler = profiler
         self._baseline = baseline
         self._stragglers = stragglers
+        self._variations = variations
         self._buffer = buffer
         self._exact = ExactPlans(buffer)
+        # Whether plans know how computations vary, or that they don't.
+        self._is_variation_known = False
         # The set latency that the offered plans were made with; None if they predate a restart.
         self._made_for_s: float | None = None
         # The slow plan that the next frontier has to explain.
@@ -141,10 +155,12 @@ class Planner:
         """Plan on a new frontier."""
         self.frontier = frontier
         self._exact.forget()
+        self._is_variation_known = False
         self._remember_plans(frontier)
+        self.renew_variation()
         self._record.lag_s = common_lag_s(frontier.pipeline)
         self._record.overhead_s = self.overhead_s
-        margin = frontier.margin
+        margin, varied = frontier.margin, self._exact.variation
         self._buffer.announce(
             event_pb2.JOB_EVENT_TYPE_SOLVED,
             f"frontier from T_min {frontier.t_min_s:.4g} s to T_slow {frontier.t_slow_s:.4g} s, "
@@ -155,6 +171,7 @@ class Planner:
                 if margin
                 else ", without a margin: no errors of measurements are known"
             )
+            + (f"; plans allow for computations that vary by {varied.spread:.1%}" if varied else "")
             + (f"; {missed}" if (missed := self.missed_policy) else ""),
             event_pb2.Solved(
                 t_min_s=frontier.t_min_s,
@@ -171,6 +188,15 @@ class Planner:
                 latency_cost_percent=frontier.points[0].latency_cost_percent,
             ),
         )
+
+    def renew_variation(self) -> bool:
+        """Learn how computations vary once that is known; return whether that asks for other plans."""
+        if self.frontier is None or self._is_variation_known or not self._variations.is_known:
+            return False
+        self._is_variation_known = True
+        tolerance = _VARIATION_SHARE * self._rules.guard_tolerance
+        variation = self._variations.variation(self.frontier.pipeline, tolerance)
+        return self._exact.vary(variation)
 
     @property
     def why_too_noisy(self) -> str | None:
@@ -202,7 +228,12 @@ class Planner:
         for clocks in {id(clocks): clocks for clocks in self._offers.plans}.values():
             if isinstance(clocks, PlannedClocks):
                 with suppress(ProfileError):  # it has clocks that are no longer available, or stock
-                    self._exact.remember(replay(frontier.pipeline, clocks.plan.clocks_mhz))
+                    plan = replay(frontier.pipeline, clocks.plan.clocks_mhz)
+                    mean_s = clocks.plan.iteration_time_s
+                    if mean_s > plan.iteration_time_s * (1 + _DIGITS):
+                        self._exact.hold(replace(plan, iteration_time_s=mean_s))
+                    else:
+                        self._exact.remember(plan)
 
     def drop_frontier(self, slow: SlowPlan | None = None) -> None:
         """Drop the frontier: its clocks have changed, or its predictions were violated.
@@ -493,7 +524,7 @@ class Planner:
             promised = self._promised_ratio(self.frontier, predicted_s)
             proof = self._guard.judge(pair, pairs, promised, iteration.versions)
             self.watch.note_pairs(pairs, promised)
-        return self.watch.judge(
+        verdict = self.watch.judge(
             iteration,
             clocks,
             self.frontier,
@@ -504,6 +535,10 @@ class Planner:
             self._stragglers.suspects,
             partial(caps.explain, clocks, self._ranks.usable_clocks_mhz(), self._stragglers.pipelines),
         )
+        if self._exact.variation is not None and self._record.prediction_violation_count == 1:
+            # Computations may vary otherwise by now, which the next plan takes into account.
+            return replace(verdict, slow=None)
+        return verdict
 
     def why_undecided(self, period: Period) -> str | None:
         """Say that noise hides for too long whether the plans of a period keep their promise, if it does."""

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -30,6 +31,7 @@ from perseus.solver import (
     Pipeline,
     Plan,
     Refinement,
+    Variation,
     one_forward_one_backward,
     solve,
 )
@@ -208,6 +210,38 @@ def test_a_plan_that_saves_too_little_changes_nothing_and_is_not_made_again() ->
     assert plans.plan_within(FRONTIER, MIDDLE_S) == FRONTIER.plan_within(MIDDLE_S)
     plans.want(FRONTIER, [MIDDLE_S])
     assert not buffer.take()
+
+
+def test_where_computations_vary_points_are_too_slow_and_every_plan_is_made() -> None:
+    plans, buffer = exact_plans()
+    assert plans.vary(Variation(np.ones((1, 1, 1), np.float32), 0.0))
+    t_min_s = FRONTIER.t_min_s
+    plans.want(FRONTIER, [t_min_s])
+    (refinement,) = wanted(buffer.take())
+    assert plans.plan_within(FRONTIER, t_min_s) == FRONTIER.plan_within(t_min_s), "until it is made"
+    made = cheaper(t_min_s, -0.1)
+    assert plans.take(FRONTIER, refinement, made)
+    assert plans.plan_within(FRONTIER, t_min_s) is made, "although it is dearer"
+    assert plans.plan_within(FRONTIER, MIDDLE_S) is made, "not the point there"
+
+
+def test_a_plan_for_computations_that_vary_is_held_until_there_is_another() -> None:
+    plans, buffer = exact_plans()
+    earlier = cheaper(MIDDLE_S, -0.1)
+    plans.hold(earlier)
+    plans.want(FRONTIER, [MIDDLE_S])
+    assert not buffer.take()
+    assert plans.plan_within(FRONTIER, MIDDLE_S) is earlier
+    assert plans.plan_within(FRONTIER, FRONTIER.t_min_s) == FRONTIER.plan_within(FRONTIER.t_min_s)
+    assert plans.vary(Variation(np.ones((1, 1, 1), np.float32), 0.0))
+    plans.want(FRONTIER, [MIDDLE_S])
+    (refinement,) = wanted(buffer.take())
+    assert plans.plan_within(FRONTIER, MIDDLE_S) is earlier
+    plans.take(FRONTIER, refinement, made := cheaper(MIDDLE_S, -0.2))
+    assert plans.plan_within(FRONTIER, MIDDLE_S) is made
+    assert plans.vary(None)
+    assert plans.plan_within(FRONTIER, MIDDLE_S) is not earlier
+    assert not plans.vary(None)
 
 
 def test_an_unwanted_plan_makes_way_and_its_answer_is_ignored() -> None:

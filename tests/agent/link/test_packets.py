@@ -170,8 +170,13 @@ def test_hostile_json_is_refused_with_a_printable_message(text: bytes, is_deflat
     assert len(str(refused.value)) < 300
 
 
-def mark(mark_type: int, kind: int = 0, iteration: int = 0, version: int = 2) -> bytes:
-    return struct.pack("<BBBBiiiqq", 0x50, version, mark_type, kind, 0, 0, 0, iteration, 0)
+def mark(mark_type: int, kind: int = 0, iteration: int = 0, version: int = 2, chunk: int = 0) -> bytes:
+    return struct.pack("<BBBBiiiqq", 0x50, version, mark_type, kind, 0, chunk, 0, iteration, 0)
+
+
+def saving(saved: object, margins: object) -> bytes:
+    reply = json.loads(encode(Reply(True, "SAVING", is_notice=True, saving=Saving(10.0, 0.5))))
+    return json.dumps(reply | {"saving": saved, "saving_margins": margins}).encode()
 
 
 @pytest.mark.parametrize(
@@ -192,6 +197,11 @@ def mark(mark_type: int, kind: int = 0, iteration: int = 0, version: int = 2) ->
         (mark(MarkType.FINISH, version=1), "version 2, found 1"),
         (mark(9), "type 1 to 7, found 9"),
         (mark(3, kind=7), "kind 1 to 6, found 7"),
+        (mark(2, chunk=2**31 - 1), f"work of 0 to {MAX_WORK} elements, found "),
+        (saving([10.0], [None, None]), "'saving': expected two numbers, and two margins or none"),
+        (saving([10.0, "x"], [None, None]), "'saving': expected two numbers, and two margins or none"),
+        (saving([10.0, 1], [0.5]), "'saving': expected two numbers, and two margins or none"),
+        (saving([10.0, 1], [0.5, "x"]), "'saving': expected two numbers, and two margins or none"),
         (mark(1, iteration=-4), "no negative field, found .*iteration -4"),
         (mark(1, iteration=2**63 - 1), "iteration 0 to 9007199254740992, found 9223372036854775807"),
         (bytes(32), "first byte 0x00"),

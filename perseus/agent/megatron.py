@@ -40,7 +40,13 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from perseus.agent.link.computation import Kind
-from perseus.agent.probe.attachment import Attachment, never_raises, stands_aside, weak_reference
+from perseus.agent.probe.attachment import (
+    Attachment,
+    element_count,
+    never_raises,
+    stands_aside,
+    weak_reference,
+)
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.collective_waits import refuse_unmarked_waits
 from perseus.agent.probe.exchange import StoreExchange
@@ -312,6 +318,9 @@ class MarkedSchedules:
         self._model_of: Argument = lambda _args, _kwargs: None
         if "model" in inspect.signature(self._forward_step).parameters:
             self._model_of = find_argument(self._forward_step, "model", f"{where}: forward_step")
+        self._input_of: Argument = lambda _args, _kwargs: None
+        if "input_tensor" in inspect.signature(self._forward_step).parameters:
+            self._input_of = find_argument(self._forward_step, "input_tensor", f"{where}: forward_step")
         self._output_of = find_argument(self._backward_step, "output_tensor", f"{where}: backward_step")
         self._chunk_of: Argument = lambda _args, _kwargs: virtual_stage()
         if "vp_stage" in inspect.signature(self._forward_step).parameters:
@@ -323,6 +332,8 @@ class MarkedSchedules:
         self._models: dict[int, Callable[[], Any]] = {}
         self.microbatch: dict[str, int] = {}
         self._is_training = False
+        # Of the current forward: the elements of its input, none on the first stage.
+        self._input_count = 0
 
     @property
     def models(self) -> list[Any]:
@@ -335,7 +346,9 @@ class MarkedSchedules:
         for name in _ITERATIONS:
             run = getattr(self._schedules, name)
             attachment.replace(self._schedules, name, self._marked_iteration(attachment, run))
-        forward_step = attachment.marked(self._forward_step, self._forward, self._note_output)
+        forward_step = attachment.marked(
+            self._forward_step, self._forward, partial(self._note_forward, attachment)
+        )
         attachment.replace(self._schedules, "forward_step", forward_step)
         backward_step = attachment.marked(self._backward_step, self._backward)
         attachment.replace(self._schedules, "backward_step", backward_step)
@@ -373,11 +386,14 @@ class MarkedSchedules:
         is_new, self._models[chunk] = chunk not in self._models, weak_reference(model)
         if model is not None and is_new:  # `attach` has no model
             refuse_unmarked_waits(model, f"chunk {chunk}", is_stage=True, refusal=UnmarkableError)
+        self._input_count = element_count(self._input_of(args, kwargs))
         return Kind.FORWARD, self._microbatch_of(args, kwargs), chunk
 
-    def _note_output(self, forward: tuple[Kind, int, int], result: Any) -> None:
+    def _note_forward(self, attachment: Attachment, forward: tuple[Kind, int, int], result: Any) -> None:
+        """Note a forward's output, and its work: sequences of other lengths have other inputs and outputs."""
         _, microbatch, chunk = forward
         self._awaited[id(result[0])] = microbatch, chunk
+        attachment.count_work(self._input_count + element_count(result[0]))
 
     def _backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Kind, int, int] | None:
         forward = self._awaited.pop(id(self._output_of(args, kwargs)), None)

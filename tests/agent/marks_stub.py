@@ -52,6 +52,16 @@ class MarksStub:
         self.calls.append((name, *arguments))
 
 
+class Tensor:
+    """Something with so many elements."""
+
+    def __init__(self, elements: int) -> None:
+        self._elements = elements
+
+    def numel(self) -> int:
+        return self._elements
+
+
 def attached(marks: MarksStub, pipeline_count: int = 1, **more: Any) -> Attachment:
     """Return the attachment of a rank that is a pipeline by itself."""
     return Attachment(Placement(0, pipeline_count, 0, 1), marks, LocalExchange(), **more)

@@ -8,7 +8,7 @@ import pytest
 
 from perseus.agent.deepspeed import attach, mark_engine, table_of
 from perseus.agent.link.computation import Kind
-from tests.agent.marks_stub import MarksStub, attached, iteration_of
+from tests.agent.marks_stub import MarksStub, Tensor, attached, iteration_of
 
 FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 
@@ -45,6 +45,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.pipe_buffers: dict[str, list[Any]] = {"inputs": [None, None]}
 
     def _exec_forward(self, buffer_id: int) -> None:
         self.calls.append(f"F{buffer_id}")
@@ -75,6 +76,17 @@ class Engine:
 
 
 ITERATION = iteration_of((FORWARD, 0), (BACKWARD, 0), (FORWARD, 1), (BACKWARD, 1))
+
+
+def test_an_iterations_work_is_the_elements_of_its_inputs() -> None:
+    engine, marks = Engine(), MarksStub()
+    mark_engine(attached(marks), engine)
+    engine.pipe_buffers["inputs"][0] = (Tensor(100), [Tensor(20)], {"mask": Tensor(3)})
+    engine.train_batch()
+    assert marks.work == 2 * 123
+    engine.pipe_buffers["inputs"][1] = Tensor(7)
+    engine.eval_batch()
+    assert marks.work == 2 * 123
 
 
 def test_an_engine_works_as_before_and_evaluations_are_not_marked(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,7 +19,7 @@ from perseus.agent.megatron import (
 )
 from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.placement import Placement
-from tests.agent.marks_stub import MarksStub, attached, iteration_of
+from tests.agent.marks_stub import MarksStub, Tensor, attached, iteration_of
 
 FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 ITERATIONS = (
@@ -53,6 +53,7 @@ class Megatron:
             backward_step=_backward_step,
             **dict.fromkeys(ITERATIONS, self.run),
         )
+        self.input: Any = None
         self._calls_with_stage = version != "0.12"
         self._steps = steps
 
@@ -63,7 +64,7 @@ class Megatron:
                 self.virtual_stage = stage
                 reported = {"vp_stage": stage} if self._calls_with_stage else {}
                 outputs[microbatch, stage], tokens = self.module.forward_step(
-                    None, None, self.model, 2, None, [], None, current_microbatch=microbatch, **reported
+                    None, None, self.model, 2, self.input, [], None, current_microbatch=microbatch, **reported
                 )
                 assert tokens == 7
             elif not forward_only:
@@ -86,12 +87,14 @@ def _forward_step_of_0_16(
     step: Any,
     data_iterator: Any,
     model: Any,
+    num_microbatches: Any,
+    input_tensor: Any,
     *_more: Any,
     current_microbatch: Any = None,
     vp_stage: Any = None,
 ) -> tuple[Any, int]:
     # With several inputs, a stage's output is a list.
-    return [object()], 7
+    return [Tensor(100)], 7
 
 
 def _backward_step(
@@ -176,6 +179,16 @@ def test_an_unknown_megatron_is_refused() -> None:
         ValueError, match="expected a parameter 'current_microbatch', found model, microbatch"
     ):
         MarkedSchedules(module, lambda: None)
+
+
+def test_an_iterations_work_is_the_elements_of_its_inputs_and_outputs() -> None:
+    marks, megatron = attached_schedules()
+    megatron.module.forward_backward_no_pipelining()
+    assert marks.work == 2 * 100
+    megatron.module.forward_backward_no_pipelining(forward_only=True)
+    megatron.input = [Tensor(50), Tensor(10), None]
+    megatron.module.forward_backward_no_pipelining()
+    assert marks.work == 2 * 100 + 2 * 160
 
 
 def test_forward_only_iterations_are_not_marked_wherever_the_argument_is() -> None:

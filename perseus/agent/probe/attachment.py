@@ -360,6 +360,15 @@ class Attachment:
 _ABSENT = object()
 
 
+def element_count(value: Any) -> int:
+    """Return how many elements a tensor has, or those in a list, tuple or dictionary have."""
+    if isinstance(value, list | tuple):
+        return sum(map(element_count, value))
+    if isinstance(value, dict):
+        return sum(map(element_count, value.values()))
+    return value.numel() if hasattr(value, "numel") else 0
+
+
 def weak_reference(value: Any) -> Callable[[], Any]:
     """Return a weak reference to a value, or a strong one to a value without weak references."""
     try:

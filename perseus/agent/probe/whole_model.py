@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perseus.agent.link.computation import Kind
-from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.attachment import Attachment, element_count
 from perseus.agent.probe.own_class import put_own_class
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -121,17 +121,8 @@ class MarkedModel:
         result = call()
         self._attachment.end(Kind.FORWARD, microbatch)
         self._attachment.ask(self._await_gradient, result, microbatch)
-        self._attachment.ask(self._count_work, inputs)
+        self._attachment.count_work(self._attachment.ask(element_count, inputs) or 0)
         return result
-
-    def _count_work(self, inputs: Inputs) -> None:
-        positional, named = inputs
-        elements = 0
-        for value in (*positional, *named.values()):
-            for leaf in self._parts.leaves(value):
-                if hasattr(leaf, "numel"):
-                    elements += leaf.numel()
-        self._attachment.count_work(elements)
 
     def _is_forward(self, model: Any) -> bool:
         """Return whether a call is a forward of training; if it is called again, its backward has begun."""

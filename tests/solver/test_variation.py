@@ -65,7 +65,7 @@ def test_critical_computations_get_faster_until_the_mean_is_as_allowed(
 ) -> None:
     with little_search():
         frontier = solve(pipeline, point_count=3)
-        deadline_s = factor * frontier.t_min_s
+        deadline_s = min(factor * frontier.t_min_s, frontier.t_slow_s)
         variation = replace(varied(pipeline, (3, 2), spread, seed), tolerance=tolerance)
         plain, plan = (frontier.refinement(deadline_s, some).plan() for some in (None, variation))
     allowed_s = made_for(pipeline, plan, variation, deadline_s)

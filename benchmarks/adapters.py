@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median, quantiles
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from benchmarks.harness import Cell, Column, Table, main
 from benchmarks.probe import COMPUTATION_TIME_S, COMPUTATIONS, TRAINER_CORE, UUID, compute, running_agent
@@ -292,9 +292,15 @@ def _megatron_timers() -> _StandIn:
 
 def _deepspeed() -> _StandIn:
     instruction = type("ForwardPass", (), {})
-    engine = SimpleNamespace(
-        _INSTRUCTION_MAP={instruction: lambda engine, buffer_id: None}, train_batch=lambda body: body()
-    )
+
+    class Engine:
+        _INSTRUCTION_MAP: ClassVar = {instruction: lambda engine, buffer_id: None}
+        pipe_buffers: ClassVar = {"inputs": [None]}
+
+        def train_batch(self, body: Callable[[], None]) -> None:
+            body()
+
+    engine = Engine()
 
     def forward(_microbatch: int) -> object:
         return engine._INSTRUCTION_MAP[instruction](engine, buffer_id=0)

@@ -239,10 +239,10 @@ class Training(EmulatedCluster):
                     0,
                     0 if is_at_stock else mhz,
                     count * len(worked),
-                    mean * time_s(rank.place.stage, kind, mhz),
-                    error * time_s(rank.place.stage, kind, mhz),
-                    mean * energy_j(rank.place.stage, kind, mhz),
-                    error * energy_j(rank.place.stage, kind, mhz),
+                    mean * time_s(rank.place.stage, kind, mhz or CLOCKS_MHZ[0]),
+                    error * time_s(rank.place.stage, kind, mhz or CLOCKS_MHZ[0]),
+                    mean * energy_j(rank.place.stage, kind, mhz or CLOCKS_MHZ[0]),
+                    error * energy_j(rank.place.stage, kind, mhz or CLOCKS_MHZ[0]),
                 )
                 for (kind, mhz), count in Counter(own).items()
             ),

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from perseus.agent.link.computation import Computation, Kind
-from perseus.agent.probe.attachment import Attachment, Identify, element_count, never_raises
+from perseus.agent.probe.attachment import Attachment, Identify, never_raises
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.exchange import StoreExchange
 from perseus.agent.probe.framework import check_attributes
@@ -146,7 +146,7 @@ def mark_engine(attachment: Attachment, engine: Any) -> None:
         def identify_next(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Kind, int, int]:
             counts[kind] += 1
             if kind is Kind.FORWARD:  # sequences of other lengths have other inputs
-                attachment.count_work(element_count(args[0].pipe_buffers["inputs"][kwargs["buffer_id"]]))
+                attachment.count_work(lambda: args[0].pipe_buffers["inputs"][kwargs["buffer_id"]])
             return kind, counts[kind] - 1, 0
 
         return identify_next

@@ -42,7 +42,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import (
     Attachment,
-    element_count,
     never_raises,
     stands_aside,
     weak_reference,
@@ -332,8 +331,6 @@ class MarkedSchedules:
         self._models: dict[int, Callable[[], Any]] = {}
         self.microbatch: dict[str, int] = {}
         self._is_training = False
-        # Of the current forward: the elements of its input, none on the first stage.
-        self._input_count = 0
 
     @property
     def models(self) -> list[Any]:
@@ -347,7 +344,7 @@ class MarkedSchedules:
             run = getattr(self._schedules, name)
             attachment.replace(self._schedules, name, self._marked_iteration(attachment, run))
         forward_step = attachment.marked(
-            self._forward_step, self._forward, partial(self._note_forward, attachment)
+            self._forward_step, partial(self._forward, attachment), partial(self._note_forward, attachment)
         )
         attachment.replace(self._schedules, "forward_step", forward_step)
         backward_step = attachment.marked(self._backward_step, self._backward)
@@ -378,7 +375,9 @@ class MarkedSchedules:
 
         return marked
 
-    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Kind, int, int] | None:
+    def _forward(
+        self, attachment: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Kind, int, int] | None:
         if not self._is_training:
             return None
         chunk = self._chunk_of(args, kwargs) or 0
@@ -386,14 +385,14 @@ class MarkedSchedules:
         is_new, self._models[chunk] = chunk not in self._models, weak_reference(model)
         if model is not None and is_new:  # `attach` has no model
             refuse_unmarked_waits(model, f"chunk {chunk}", is_stage=True, refusal=UnmarkableError)
-        self._input_count = element_count(self._input_of(args, kwargs))
+        attachment.count_work(lambda: self._input_of(args, kwargs))  # none on the first stage
         return Kind.FORWARD, self._microbatch_of(args, kwargs), chunk
 
     def _note_forward(self, attachment: Attachment, forward: tuple[Kind, int, int], result: Any) -> None:
         """Note a forward's output, and its work: sequences of other lengths have other inputs and outputs."""
         _, microbatch, chunk = forward
         self._awaited[id(result[0])] = microbatch, chunk
-        attachment.count_work(self._input_count + element_count(result[0]))
+        attachment.count_work(lambda: result[0])
 
     def _backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Kind, int, int] | None:
         forward = self._awaited.pop(id(self._output_of(args, kwargs)), None)

@@ -104,6 +104,7 @@ class Refinement:
     _realised: Plan = field(repr=False)
     """The slowest of the points' plans that meets the deadline."""
     _variation: Variation | None = field(repr=False)
+    _tolerance: float
 
     def plan(self) -> Plan:
         """Return the plan: never slower than the deadline, at the least effective energy found.
@@ -123,7 +124,7 @@ class Refinement:
             self._graph,
             plan,
             self._variation,
-            self.deadline_s,
+            self.deadline_s * (1 + self._tolerance),
             in_runs=self._set_latency_s > 0,
         )
 
@@ -216,11 +217,13 @@ class Frontier:
             return self.plan_within(iteration_time_s)
         return self.refinement(iteration_time_s).plan()
 
-    def refinement(self, iteration_time_s: float, variation: Variation | None = None) -> Refinement:
+    def refinement(
+        self, iteration_time_s: float, variation: Variation | None = None, tolerance: float = 0.0
+    ) -> Refinement:
         """Return the input for doing the work of `plan` elsewhere; it takes about as long as a few sweeps.
 
         Where computations vary, the plan's iterations keep to that time on average, as they were seen to
-        vary, up to a tolerance; then its `iteration_time_s` is that mean.
+        vary, up to a tolerance (a share); then its `iteration_time_s` is that mean.
 
         Raises:
             DeadlineError: the iteration time is shorter than T_min.
@@ -236,6 +239,7 @@ class Frontier:
             _set_latency_s=self.set_latency_s,
             _realised=self.plan_within(iteration_time_s),
             _variation=variation,
+            _tolerance=tolerance,
         )
 
     def is_exact(self, iteration_time_s: float) -> bool:

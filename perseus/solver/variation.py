@@ -26,6 +26,8 @@ from perseus.solver.plan import Plan, fastest_clock_plan, replay
 
 FloatArray = NDArray[np.float64]
 
+_NEGLIGIBLE = 0.003
+
 _STEP_SHARE = 0.5
 """Share of the excess that one step removes if nothing else becomes critical."""
 
@@ -35,19 +37,22 @@ class Variation:
     """How computations varied, in iterations that were seen.
 
     Attributes:
-        factors: shape (iterations, pipelines, computations): each computation's time relative to that of the
-            profile at its clock. Computations are in the order of `Schedule.computations`. The pipelines of
+        factors: shape (iterations, pipelines, computations): each computation's time relative to the mean of
+            its kind at its clock. Computations are in the order of `Schedule.computations`. The pipelines of
             an iteration wait for each other.
-        tolerance: the share by which the mean iteration may exceed a plan's deadline.
     """
 
     factors: NDArray[np.float32]
-    tolerance: float
 
     @property
     def spread(self) -> float:
         """The standard deviation of the factors."""
         return float(self.factors.std())
+
+    @property
+    def is_negligible(self) -> bool:
+        """Whether plans on mean times hold: within 0.2 %."""
+        return self.spread <= _NEGLIGIBLE
 
 
 def hastened(
@@ -73,7 +78,6 @@ class _Search:
 
     def __init__(self, pipeline: Pipeline, graph: EventGraph, variation: Variation) -> None:
         self._pipeline = pipeline
-        self._tolerance = variation.tolerance
         self._columns = Columns(graph)
         self._computations = [graph.computations[i] for i in self._columns.computation_of.tolist()]
         place_of = {c: place for place, c in enumerate(pipeline.schedule.computations)}
@@ -100,7 +104,7 @@ class _Search:
         stock = fastest_clock_plan(self._pipeline)
         to_ps = self._pipeline.scale.to_ps
         excess_ps = self._mean_ps(self._chosen(stock)) - to_ps(stock.iteration_time_s)
-        allowed_ps = to_ps(deadline_s * (1 + self._tolerance)) + excess_ps
+        allowed_ps = to_ps(deadline_s) + excess_ps
         chosen, groups = self._chosen(plan), self._groups(plan, in_runs=in_runs)
         if self._mean_ps(chosen) <= allowed_ps:
             return plan

@@ -81,6 +81,7 @@ class Attachment:
         self._restores: list[Callable[[], object]] = []
         self._is_in_iteration = False
         self._is_computing = False
+        self._counts_work = True
         # Steps of each optimizer since an iteration began.
         self._step_counts: Counter[int] = Counter()
         self._has_reported_steps = False
@@ -263,10 +264,14 @@ class Attachment:
             except Exception as error:  # as above
                 self._give_up(error)
 
-    def count_work(self, elements: int) -> None:
-        """Add to the iteration's work, the elements of a model's inputs."""
-        if elements and self._is_in_iteration and self._marks is not None:
-            self._marks.count_work(elements)
+    def count_work(self, tensors: Callable[[], Any]) -> None:
+        """Add to the iteration's work the elements of these tensors; on failure, count no more."""
+        if self._counts_work and self._is_in_iteration and self._marks is not None:
+            try:
+                self._marks.count_work(_element_count(tensors()))
+            except Exception as error:  # as above
+                self._counts_work = False
+                _log.debug("the work of iterations is not counted any more: %s", error)
 
     def _begin_wait(self) -> None:
         self._is_computing = False
@@ -360,12 +365,12 @@ class Attachment:
 _ABSENT = object()
 
 
-def element_count(value: Any) -> int:
+def _element_count(value: Any) -> int:
     """Return how many elements a tensor has, or those in a list, tuple or dictionary have."""
     if isinstance(value, list | tuple):
-        return sum(map(element_count, value))
+        return sum(map(_element_count, value))
     if isinstance(value, dict):
-        return sum(map(element_count, value.values()))
+        return sum(map(_element_count, value.values()))
     return value.numel() if hasattr(value, "numel") else 0
 
 

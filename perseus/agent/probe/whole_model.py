@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perseus.agent.link.computation import Kind
-from perseus.agent.probe.attachment import Attachment, element_count
+from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.own_class import put_own_class
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -44,7 +44,7 @@ class TorchParts:
         is_grad_enabled: whether gradients are recorded.
         is_in_backward: whether this thread executes a backward.
         is_checkpointing: whether the call is within the forward of a reentrant activation checkpoint.
-        leaves: all values in a model's input or result, including those in lists, dictionaries and similar.
+        leaves: all values in a model's result, including those in lists, dictionaries and similar.
         when_backward_is_done: calls a function at the end of the current backward; only called within it.
     """
 
@@ -121,7 +121,7 @@ class MarkedModel:
         result = call()
         self._attachment.end(Kind.FORWARD, microbatch)
         self._attachment.ask(self._await_gradient, result, microbatch)
-        self._attachment.count_work(self._attachment.ask(element_count, inputs) or 0)
+        self._attachment.count_work(lambda: inputs)
         return result
 
     def _is_forward(self, model: Any) -> bool:

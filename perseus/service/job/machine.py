@@ -365,10 +365,10 @@ class JobMachine:
         if batch.iterations.work or batch.iterations.relative_work:
             batch = batch._replace(iterations=self.run.counted_work.related(place.stage, batch.iterations))
         self.run.stragglers.take_telemetry(place, batch, is_plain=is_plain)
-        if batch.iterations.iteration:
-            has_effect |= self._judge.take_iterations(place, batch.iterations)
         if (computations := batch.computations).duration_s:
             self.run.variations.add(place, computations)
+        if batch.iterations.iteration:
+            has_effect |= self._judge.take_iterations(place, batch.iterations)
         if computations.begin_s:
             self.run.timelines.add(place, order.compact(computations) if is_plain else computations)
         if batch.clocks is not None:

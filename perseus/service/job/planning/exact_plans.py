@@ -4,11 +4,11 @@ A frontier's points are available at once but lie a step apart. For each target 
 the plan for exactly that time, which takes about as long as a few sweeps; when it is done, it replaces the
 point if it saves enough. It is kept, so the same target, or a slightly longer one, gets it at once.
 
-Where computations vary, plans are made for the iterations that were seen (`Variation`). A point of the
-frontier is too slow then, and serves only until there is a plan for its time or a shorter one.
-
-After a restart it is not known how computations vary, but such plans may be in force. They stay until it
-is.
+Where computations vary, plans are made for the iterations that were seen (`Variation`): a point of the
+frontier is too slow for its time then. Until the plan for a time is made, the one for the next shorter time
+serves; or, for a much longer time, as by a straggler or a power budget, a point that is as much faster than
+that as the plan is on mean times. After a restart it is not known how computations vary, but such plans may
+be in force: they stay until it is.
 
 One plan is made at a time. A plan that is no longer wanted is dropped.
 """
@@ -36,11 +36,13 @@ class ExactPlans:
     Attributes:
         refining: the plan that is being made, if any.
         variation: how computations vary; None if they don't, as far as known.
+        tolerance: the share by which plans may exceed their times then.
     """
 
     def __init__(self, buffer: CommandBuffer) -> None:
         self.refining: Refinement | None = None
         self.variation: Variation | None = None
+        self.tolerance = 0.0
         self._refining_s = 0.0
         self._buffer = buffer
         # Keyed by target iteration time, most recently wanted last; None if the plan can't be made or does
@@ -89,10 +91,17 @@ class ExactPlans:
         point = frontier.plan_within(iteration_time_s)
         kept = [(time_s, plan) for time_s, plan in self._plans.items() if plan is not None]
         if self.variation is not None or self._held:
-            made = [each for each in kept if each[0] <= iteration_time_s and self.variation is not None]
-            same_s = iteration_time_s * (1 + _SAME_SHARE)
-            held = [(each.iteration_time_s, each) for each in self._held if each.iteration_time_s <= same_s]
-            return max(made or held, key=lambda each: each[0])[1] if made or held else point
+            held = [(plan.iteration_time_s / (1 + _SAME_SHARE), plan) for plan in self._held]
+            made = [
+                each
+                for each in (kept if self.variation is not None and kept else held)
+                if each[0] <= iteration_time_s
+            ]
+            if not made:
+                return point
+            made_s, plan = max(made, key=lambda each: each[0])
+            point = frontier.plan_within(max(frontier.t_min_s, iteration_time_s * _own_time_s(plan) / made_s))
+            return point if point.iteration_time_s > plan.iteration_time_s else plan
         within = [plan for _, plan in kept if plan.iteration_time_s <= iteration_time_s]
         best = min(within, key=lambda plan: plan.effective_energy_j, default=point)
         return best if _pays(best, point, iteration_time_s) else point
@@ -108,7 +117,7 @@ class ExactPlans:
             self.drop()
         if self.refining is None and missing_s and (self.variation is not None or not self._held):
             self._refining_s = missing_s[0]
-            self.refining = frontier.refinement(self._refining_s, self.variation)
+            self.refining = frontier.refinement(self._refining_s, self.variation, self.tolerance)
             self._buffer.do(Refine(self.refining))
 
     def take(self, frontier: Frontier, refinement: Refinement, plan: Plan | None) -> bool:
@@ -130,6 +139,11 @@ class ExactPlans:
     def _is_missing(self, frontier: Frontier, time_s: float) -> bool:
         is_exact = self.variation is None and frontier.is_exact(time_s)
         return time_s not in self._plans and not is_exact
+
+
+def _own_time_s(plan: Plan) -> float:
+    """Return a plan's iteration time on mean times."""
+    return max(stage[-1].start_s + stage[-1].duration_s for stage in plan.stages if stage)
 
 
 def _pays(plan: Plan, other: Plan, iteration_time_s: float) -> bool:

@@ -48,11 +48,13 @@ from perseus.service.job.rules import Rules
 from perseus.service.job.stragglers.registry import StragglerRegistry
 from perseus.solver import (
     Frontier,
+    Kind,
     Plan,
     ProfileError,
     Refinement,
     Schedule,
     common_lag_s,
+    highest,
     replay,
     with_lag,
 )
@@ -191,12 +193,13 @@ class Planner:
 
     def renew_variation(self) -> bool:
         """Learn how computations vary once that is known; return whether that asks for other plans."""
-        if self.frontier is None or self._is_variation_known or not self._variations.is_known:
+        if self.frontier is None or self._is_variation_known:
+            return False
+        variation = self._variations.variation()
+        if variation is None:
             return False
         self._is_variation_known = True
-        tolerance = _VARIATION_SHARE * self._rules.guard_tolerance
-        variation = self._variations.variation(self.frontier.pipeline, tolerance)
-        return self._exact.vary(variation)
+        return self._exact.vary(None if variation.is_negligible else variation)
 
     @property
     def why_too_noisy(self) -> str | None:
@@ -227,8 +230,14 @@ class Planner:
             return
         for clocks in {id(clocks): clocks for clocks in self._offers.plans}.values():
             if isinstance(clocks, PlannedClocks):
-                with suppress(ProfileError):  # it has clocks that are no longer available, or stock
-                    plan = replay(frontier.pipeline, clocks.plan.clocks_mhz)
+                with suppress(ProfileError):  # it has clocks that are no longer available
+                    profiles = frontier.pipeline.profiles
+                    clocks_mhz = {
+                        c: mhz or highest(profiles[c.stage, c.chunk, c.kind]).clock_mhz
+                        for c, mhz in clocks.plan.clocks_mhz.items()
+                        if c.kind is not Kind.FIXED
+                    }
+                    plan = replay(frontier.pipeline, clocks_mhz)
                     mean_s = clocks.plan.iteration_time_s
                     if mean_s > plan.iteration_time_s * (1 + _DIGITS):
                         self._exact.hold(replace(plan, iteration_time_s=mean_s))
@@ -466,6 +475,10 @@ class Planner:
             plan = self._exact.plan_within(self.frontier, target_s)
             clocks = planned_clocks(plan, self.frontier, target_s, at_stock)
             self._offers.set_desired(same, clocks, is_urgent=is_urgent)
+        # A deadline is kept, and a signal's target: they are times, not comparisons with stock.
+        policy = self._policy_in_use()
+        is_exact = policy.deadline is not None or policy.signal is not None
+        self._exact.tolerance = 0.0 if is_exact else _VARIATION_SHARE * self._rules.guard_tolerance
         if not self.is_solving:
             self._exact.want(self.frontier, dict.fromkeys(sorted(targets_s, reverse=True)))
 
@@ -524,7 +537,7 @@ class Planner:
             promised = self._promised_ratio(self.frontier, predicted_s)
             proof = self._guard.judge(pair, pairs, promised, iteration.versions)
             self.watch.note_pairs(pairs, promised)
-        verdict = self.watch.judge(
+        return self.watch.judge(
             iteration,
             clocks,
             self.frontier,
@@ -535,10 +548,6 @@ class Planner:
             self._stragglers.suspects,
             partial(caps.explain, clocks, self._ranks.usable_clocks_mhz(), self._stragglers.pipelines),
         )
-        if self._exact.variation is not None and self._record.prediction_violation_count == 1:
-            # Computations may vary otherwise by now, which the next plan takes into account.
-            return replace(verdict, slow=None)
-        return verdict
 
     def why_undecided(self, period: Period) -> str | None:
         """Say that noise hides for too long whether the plans of a period keep their promise, if it does."""

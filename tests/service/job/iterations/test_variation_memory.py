@@ -12,20 +12,9 @@ from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import KINDS, ComputationColumns
 from perseus.service.job.iterations.variation_memory import MIN_ITERATIONS, VariationMemory
-from perseus.solver import Kind, Measurement, Pipeline, Variation, one_forward_one_backward
+from perseus.solver import one_forward_one_backward
 
 SCHEDULE = one_forward_one_backward(2, 2)
-TIMES_S = {1000: 0.2, 1200: 0.16, 1400: 0.1}
-PROFILED = Pipeline(
-    SCHEDULE,
-    {
-        (stage, 0, kind): tuple(Measurement(mhz, time_s, 50.0) for mhz, time_s in TIMES_S.items())
-        for stage in range(2)
-        for kind in (Kind.FORWARD, Kind.BACKWARD)
-    },
-    (60.0, 60.0),
-)
-TOLERANCE = 0.003
 REGULAR = JobIteration(0, (1, 1), is_regular=True, iteration_time_s=1.0, pipeline_energy_j=(1.0, 1.0))
 
 
@@ -37,48 +26,54 @@ class Seen:
         self.memory = VariationMemory(SCHEDULE, pipelines)
         self.iteration = 0
 
-    def run(self, factors: Sequence[float], clock_mhz: int = 1200, **changes: Any) -> None:
-        """Run an iteration whose microbatches take so many times as long as profiled."""
-        self.iteration += 1
-        self.memory.take(replace(REGULAR, iteration=self.iteration, **changes))
+    def run(self, times_s: Sequence[float], clock_mhz: int = 1200, count: int = 1, **changes: Any) -> None:
+        """Run iterations that are reported together, whose microbatches take so long."""
+        numbers = range(self.iteration, self.iteration + count)
+        self.iteration += count
         for pipeline in range(self.pipelines):
             for stage, order in enumerate(SCHEDULE.orders):
-                times_s = [factors[c.microbatch] * TIMES_S[clock_mhz or 1400] for c in order]
-                self.memory.add(
-                    Coordinates(pipeline, stage, 0),
-                    ComputationColumns(
-                        [*repeat(self.iteration, len(order))],
-                        [KINDS.index(c.kind) for c in order],
-                        [c.microbatch for c in order],
-                        [c.chunk for c in order],
-                        [0.0] * len(order),
-                        times_s,
-                        [clock_mhz] * len(order),
-                    ),
+                rows = ComputationColumns(
+                    [number for number in numbers for _ in order],
+                    [KINDS.index(c.kind) for c in order] * count,
+                    [c.microbatch for c in order] * count,
+                    [c.chunk for c in order] * count,
+                    [0.0] * len(order) * count,
+                    [times_s[c.microbatch] for c in order] * count,
+                    [*repeat(clock_mhz, len(order) * count)],
                 )
+                self.memory.add(Coordinates(pipeline, stage, 0), rows)
+                self.memory.add(
+                    Coordinates(pipeline, stage, 1), rows._replace(duration_s=[9.0] * len(rows[0]))
+                )
+        for number in numbers:
+            self.memory.take(replace(REGULAR, iteration=number, **changes))
 
-    def variation(self) -> Variation | None:
-        return self.memory.variation(PROFILED, TOLERANCE)
+    def factors(self) -> np.ndarray[Any, Any]:
+        variation = self.memory.variation()
+        assert variation is not None
+        return variation.factors
 
 
-def test_times_are_relative_to_the_profile_at_their_clocks() -> None:
+@pytest.mark.parametrize("count", [1, 6])
+def test_times_are_relative_to_the_mean_of_their_kind_at_their_clock(count: int) -> None:
+    """Whether iterations are reported one by one or together."""
     seen = Seen()
-    for number in range(MIN_ITERATIONS + 1):
-        seen.run([1.2, 0.8], clock_mhz=(0, 1000, 1200)[number % 3])
-    assert seen.memory.is_known
-    variation = seen.variation()
-    assert variation is not None
-    assert variation.tolerance == TOLERANCE
-    assert variation.factors.shape == (MIN_ITERATIONS, 1, 8)
+    for number in range(MIN_ITERATIONS // count):
+        slower = 1 + number % 3
+        assert seen.memory.variation() is None
+        seen.run([1.2 * slower, 0.8 * slower], (0, 1000, 1200)[number % 3], count)
     expected = [(1.2, 0.8)[c.microbatch] for c in SCHEDULE.computations]
-    assert np.allclose(variation.factors, expected, atol=1e-6)
+    assert seen.factors().shape == (MIN_ITERATIONS, 1, 8)
+    assert np.allclose(seen.factors(), expected, atol=1e-6)
 
 
-def test_a_profile_that_is_off_is_no_variation() -> None:
+def test_clocks_alone_are_no_variation() -> None:
     seen = Seen()
-    for number in range(2 * MIN_ITERATIONS):
-        seen.run([1.3 + 0.001 * (number % 2)] * 2)
-    assert seen.variation() is None
+    for number in range(MIN_ITERATIONS):
+        seen.run([1.0 + number % 4] * 2, 1000 + number % 4)
+    variation = seen.memory.variation()
+    assert variation is not None
+    assert variation.is_negligible
 
 
 @pytest.mark.parametrize(
@@ -89,26 +84,16 @@ def test_iterations_that_say_nothing_are_left_out(changes: dict[str, Any]) -> No
     seen = Seen()
     for _ in range(2 * MIN_ITERATIONS):
         seen.run([1.2, 0.8], **changes)
-    assert not seen.memory.is_known
-    assert seen.variation() is None
+    assert seen.memory.variation() is None
 
 
-def test_clocks_that_are_not_profiled_are_left_out() -> None:
-    seen = Seen()
-    TIMES_S[1300] = 0.12
-    for _ in range(2 * MIN_ITERATIONS):
-        seen.run([1.2, 0.8], clock_mhz=1300)
-    del TIMES_S[1300]
-    assert seen.memory.is_known
-    assert seen.variation() is None
-
-
-def test_a_bounded_number_of_iterations_and_pipelines_is_kept() -> None:
+def test_a_bounded_number_of_iterations_and_pipelines_is_kept_and_later_ones_replace_them() -> None:
     seen = Seen(pipelines=9)
     for _ in range(100):
+        seen.run([1.0, 1.0])
+    assert seen.factors().shape == (32, 3, 8)
+    for _ in range(7 * 32):
         seen.run([1.2, 0.8])
-    variation = seen.variation()
-    assert variation is not None
-    assert variation.factors.shape == (32, 3, 8)
+    assert seen.factors().std() == pytest.approx(0.2, rel=1e-4)
     seen.memory.forget()
-    assert not seen.memory.is_known
+    assert seen.memory.variation() is None

@@ -214,7 +214,7 @@ def test_a_plan_that_saves_too_little_changes_nothing_and_is_not_made_again() ->
 
 def test_where_computations_vary_points_are_too_slow_and_every_plan_is_made() -> None:
     plans, buffer = exact_plans()
-    assert plans.vary(Variation(np.ones((1, 1, 1), np.float32), 0.0))
+    assert plans.vary(Variation(np.ones((1, 1, 1), np.float32)))
     t_min_s = FRONTIER.t_min_s
     plans.want(FRONTIER, [t_min_s])
     (refinement,) = wanted(buffer.take())
@@ -222,7 +222,14 @@ def test_where_computations_vary_points_are_too_slow_and_every_plan_is_made() ->
     made = cheaper(t_min_s, -0.1)
     assert plans.take(FRONTIER, refinement, made)
     assert plans.plan_within(FRONTIER, t_min_s) is made, "although it is dearer"
-    assert plans.plan_within(FRONTIER, MIDDLE_S) is made, "not the point there"
+    assert plans.plan_within(FRONTIER, 1.001 * t_min_s) is made, "not the point there"
+    point = plans.plan_within(FRONTIER, MIDDLE_S)
+    assert point == FRONTIER.plan_within(MIDDLE_S), (
+        "of which it is known by how much it is too slow: not at all"
+    )
+    later = replace(made, iteration_time_s=MIDDLE_S)  # as the mean of iterations that vary
+    plans.hold(later)
+    assert plans.plan_within(FRONTIER, MIDDLE_S) == point, "what is made counts more than what is held"
 
 
 def test_a_plan_for_computations_that_vary_is_held_until_there_is_another() -> None:
@@ -233,7 +240,7 @@ def test_a_plan_for_computations_that_vary_is_held_until_there_is_another() -> N
     assert not buffer.take()
     assert plans.plan_within(FRONTIER, MIDDLE_S) is earlier
     assert plans.plan_within(FRONTIER, FRONTIER.t_min_s) == FRONTIER.plan_within(FRONTIER.t_min_s)
-    assert plans.vary(Variation(np.ones((1, 1, 1), np.float32), 0.0))
+    assert plans.vary(Variation(np.ones((1, 1, 1), np.float32)))
     plans.want(FRONTIER, [MIDDLE_S])
     (refinement,) = wanted(buffer.take())
     assert plans.plan_within(FRONTIER, MIDDLE_S) is earlier

@@ -331,6 +331,8 @@ class MarkedSchedules:
         self._models: dict[int, Callable[[], Any]] = {}
         self.microbatch: dict[str, int] = {}
         self._is_training = False
+        # Whether the current forward has received another stage's output.
+        self._has_input = False
 
     @property
     def models(self) -> list[Any]:
@@ -385,14 +387,19 @@ class MarkedSchedules:
         is_new, self._models[chunk] = chunk not in self._models, weak_reference(model)
         if model is not None and is_new:  # `attach` has no model
             refuse_unmarked_waits(model, f"chunk {chunk}", is_stage=True, refusal=UnmarkableError)
-        attachment.count_work(lambda: self._input_of(args, kwargs))  # none on the first stage
+        value = self._input_of(args, kwargs)
+        received = value[0] if isinstance(value, list) and value else value
+        self._has_input = received is not None
+        if self._has_input:
+            attachment.count_work(lambda: received)
         return Kind.FORWARD, self._microbatch_of(args, kwargs), chunk
 
     def _note_forward(self, attachment: Attachment, forward: tuple[Kind, int, int], result: Any) -> None:
-        """Note a forward's output, and its work: sequences of other lengths have other inputs and outputs."""
+        """Note a forward's output; its size is the work on the first stage, elsewhere the input's is."""
         _, microbatch, chunk = forward
         self._awaited[id(result[0])] = microbatch, chunk
-        attachment.count_work(lambda: result[0])
+        if not self._has_input:
+            attachment.count_work(lambda: result[0])
 
     def _backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Kind, int, int] | None:
         forward = self._awaited.pop(id(self._output_of(args, kwargs)), None)

@@ -367,11 +367,13 @@ _ABSENT = object()
 
 def _element_count(value: Any) -> int:
     """Return how many elements a tensor has, or those in a list, tuple or dictionary have."""
-    if isinstance(value, list | tuple):
-        return sum(map(_element_count, value))
+    if hasattr(value, "numel"):
+        return int(value.numel())
     if isinstance(value, dict):
-        return sum(map(_element_count, value.values()))
-    return value.numel() if hasattr(value, "numel") else 0
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return 0
+    return sum(map(_element_count, value))
 
 
 def weak_reference(value: Any) -> Callable[[], Any]:

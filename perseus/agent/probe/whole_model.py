@@ -121,7 +121,8 @@ class MarkedModel:
         result = call()
         self._attachment.end(Kind.FORWARD, microbatch)
         self._attachment.ask(self._await_gradient, result, microbatch)
-        self._attachment.count_work(lambda: inputs)
+        positional, named = inputs
+        self._attachment.count_work(lambda: (*positional, *named.values()))
         return result
 
     def _is_forward(self, model: Any) -> bool:

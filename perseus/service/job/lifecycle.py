@@ -41,6 +41,8 @@ class Lifecycle:
         self._measured_work: tuple[str, ...] = ()
         # The state and the frontier for which the report and the straggler detection know the offers.
         self._labelled: tuple[JobState, Frontier | None] | None = None
+        # Whether a slow plan was not explained by measurements that were made anew for that reason.
+        self._has_measured_anew = False
         self._retry_delay = RetryDelay()
 
     def resume_restored(self, open_rows: Iterable[IterationRows]) -> None:
@@ -281,6 +283,7 @@ class Lifecycle:
     def leave_stock(self, why: str) -> None:
         """Begin again at the baseline; measurements that still fit are kept."""
         run = self._run
+        self._has_measured_anew = False
         run.planner.drop_frontier()
         run.planner.watch.forgive()
         run.baseline.forget()
@@ -385,10 +388,22 @@ class Lifecycle:
             self._give_up_solving(cause)
 
     def do_without_lag(self, found: event_pb2.MeasurementsUnexplained) -> None:
-        """Go to stock: no lag explains the slow plan, so solving would give the same slow plan again."""
-        if self._has_use_for_answer():
-            self._run.planner.announce_unexplained(found)
-            self.fall_back(StockReason.UNEXPLAINED, "the model does not explain why the plan is slow")
+        """Measure anew, the first time: no lag explains the slow plan, and solving would give the same one.
+
+        A disturbance of a few seconds, while clocks were measured, is enough for such a plan. If the next one
+        is not explained either, go to stock.
+        """
+        if not self._has_use_for_answer():
+            return
+        self._run.planner.announce_unexplained(found)
+        why = "the model does not explain why the plan is slow"
+        if self._has_measured_anew:
+            self.fall_back(StockReason.UNEXPLAINED, why)
+            return
+        self._has_measured_anew = True
+        self.forget_measured()
+        self._run.planner.watch.forgive()
+        self.enter(JobState.BASELINE, f"{why}: it is measured anew, in case something disturbed that")
 
     def _has_use_for_answer(self) -> bool:
         """Record that an answer has arrived, and solve again if it is obsolete but still needed."""

@@ -53,7 +53,8 @@ def test_a_slow_plan_that_computations_do_not_explain_is_announced_with_all_its_
     cluster = TruthfulCluster().plan()
     cluster.plan_delay_s = 1.0
     cluster.run_until(JobState.STOCK, limit=4 * BLOCK)
-    (unexplained,) = cluster.announced(event_pb2.MeasurementsUnexplained)
+    first, unexplained = cluster.announced(event_pb2.MeasurementsUnexplained)
+    assert first.residual_s == pytest.approx(unexplained.residual_s, rel=0.01), "after measuring anew"
     assert unexplained.median_time_s == pytest.approx(unexplained.baseline_time_s + 1.0, rel=0.01)
     known = {field.name for field, _ in unexplained.ListFields()}
     unknown = {field.name for field in unexplained.DESCRIPTOR.fields} - known

@@ -88,9 +88,8 @@ WHOLE = {
     "the first refusal of a clock, no frontier": "all pipelines go to stock until there is another frontier",
     "the first refusal of a clock, no lag": "all pipelines go to stock until there is another frontier",
     "no frontier": "the job goes to stock",
-    "no lag": "the job goes to stock",
+    "no lag": "the baseline begins on all pipelines",
     "resumed after no frontier": "the baseline begins on all pipelines",
-    "resumed after no lag": "the baseline begins on all pipelines",
     "the first other limits": "all pipelines go to stock to be measured anew",
     "a frontier": "all pipelines get a plan",
     "another baseline": "all pipelines go to stock to be measured",
@@ -287,8 +286,11 @@ def _refuse(job: Meter) -> None:
         job.pose(f"another refusal of a clock, {what}", _refusal(second, before, 900))
         job.expect(JobState.SOLVING)
         job.pose(what, failure)
-        job.expect(JobState.STOCK)
-        job.carry_out(job.measure(f"resumed after {what}", ResumeRequested()))
+        if isinstance(failure, LagNotFound):
+            job.expect(JobState.BASELINE)  # measured anew, the first time
+        else:
+            job.expect(JobState.STOCK)
+            job.carry_out(job.measure(f"resumed after {what}", ResumeRequested()))
         job.plan()
 
 

@@ -1,6 +1,6 @@
 """How computations varied in a job's latest iterations, for plans that hold nevertheless. In memory only."""
 
-from collections import deque
+from collections import defaultdict, deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,18 +33,18 @@ class VariationMemory:
     def __init__(self, schedule: Schedule, pipeline_count: int) -> None:
         computations = tuple(schedule.computations)
         most = max(1, min(_MAX_PIPELINES, _MAX_COMPUTATIONS // max(1, len(computations))))
-        self._places = [
+        self._places = dict.fromkeys(
             (pipeline, stage)
             for pipeline in range(0, pipeline_count, -(-pipeline_count // most))
             for stage in range(schedule.stage_count)
-        ]
+        )
         self._count = len(computations)
         # The columns of each kind of a stage's computations.
         self._columns_of: dict[tuple[int, int, Kind], list[int]] = {}
         for column, c in enumerate(computations):
             self._columns_of.setdefault((c.stage, c.chunk, c.kind), []).append(column)
         # By pipeline and stage, and iteration, shape (2, computations): times in s, and clocks in MHz.
-        self._latest: dict[tuple[int, int], dict[int, Columns]] = {place: {} for place in self._places}
+        self._latest: defaultdict[tuple[int, int], dict[int, Columns]] = defaultdict(dict)
         # Each of shape (2, pipelines, computations).
         self._seen: deque[Columns] = deque(maxlen=_KEPT)
 
@@ -55,9 +55,10 @@ class VariationMemory:
 
     def add(self, rank: Coordinates, computations: ComputationColumns) -> None:
         """Add a rank's computations, before its iterations are taken; tensor rank 0 represents the stage."""
-        latest = self._latest.get((rank.pipeline, rank.stage)) if not rank.tensor else None
-        if latest is None:
+        place = rank.pipeline, rank.stage
+        if rank.tensor or place not in self._places:
             return
+        latest = self._latest[place]
         for iteration in computations.iterations()[-_RECENT:]:
             if self._is_wanted(iteration):
                 own = computations.of_iteration(iteration)
@@ -83,8 +84,7 @@ class VariationMemory:
     def forget(self) -> None:
         """Forget everything: the job has other work from now on."""
         self._seen.clear()
-        for latest in self._latest.values():
-            latest.clear()
+        self._latest.clear()
 
     def variation(self) -> Variation | None:
         """Return the variation; None if it is unknown.

@@ -1,8 +1,9 @@
 """Jobs whose computations vary: plans hold in the mean, on an emulation that replays each iteration."""
 
+import numpy as np
 import pytest
 
-from benchmarks.varying_work import SHAPES, Training
+from benchmarks.varying_work import SHAPES, Array, Training
 from perseus.service.domain.commands import SendOffer
 from perseus.service.domain.inputs import BudgetTargetSet, PolicySet
 from perseus.service.domain.model import JobState, PlannedClocks
@@ -63,6 +64,25 @@ def test_after_a_restart_the_plan_stays_until_the_variation_is_known_again() -> 
     job.run(8)
     assert offered(job).clocks_mhz != before.clocks_mhz, "it is made for the latest iterations"
     assert offered(job).iteration_time_s == pytest.approx(before.iteration_time_s, rel=0.01)
+
+
+@pytest.mark.usefixtures("stock_beside_plans")
+def test_a_disturbance_while_clocks_are_measured_costs_no_more_than_measuring_them_again() -> None:
+    """One clock is measured 10 % too slow, and the highest one partly: no plan on that keeps its promise."""
+
+    def disturbed(_rng: np.random.Generator, iterations: int, pipelines: int) -> Array:
+        factors = np.ones((iterations, pipelines))
+        factors[4:9] = 1.1
+        return factors
+
+    job = Training(PIPELINES, 0.0, seed=0, sigma=0.02, disturbance=disturbed)
+    job.join_all()
+    job.run(200)
+    reasons = [event.message for event in job.events()]
+    assert any("it is measured anew" in reason for reason in reasons)
+    assert job.machine.record.state is JobState.PLANNED
+    slowdown = sum(ran.time_s for ran in job.truth[100:]) / sum(ran.stock_s for ran in job.truth[100:]) - 1
+    assert slowdown < 0.005
 
 
 def test_a_power_cut_is_answered_at_once() -> None:

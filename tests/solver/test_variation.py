@@ -1,7 +1,7 @@
 """Plans keep their iteration times although computations vary."""
 
 from itertools import groupby
-from statistics import fmean
+from statistics import fmean, stdev
 
 import numpy as np
 import pytest
@@ -20,15 +20,23 @@ def varied(pipeline: Pipeline, shape: tuple[int, int], spread: float, seed: int)
     return Variation(works[:, :, [c.microbatch for c in computations]].astype(np.float32))
 
 
-def mean_s(pipeline: Pipeline, plan: Plan, variation: Variation) -> float:
+def times_s(pipeline: Pipeline, plan: Plan, variation: Variation) -> list[float]:
+    """Return how long iterations take: as the slowest of their pipelines."""
     computations = [*pipeline.schedule.computations]
-    return fmean(
+    return [
         max(
             replayed_iteration_time_s(pipeline, plan, dict(zip(computations, row.tolist(), strict=True)))
             for row in iteration
         )
         for iteration in variation.factors
-    )
+    ]
+
+
+def beyond_stock_s(pipeline: Pipeline, plan: Plan, variation: Variation) -> tuple[float, float]:
+    """Return by how much iterations take longer than at stock, and the standard error of that."""
+    at_stock_s = times_s(pipeline, fastest_clock_plan(pipeline), variation)
+    found_s = [a - b for a, b in zip(times_s(pipeline, plan, variation), at_stock_s, strict=True)]
+    return fmean(found_s), stdev(found_s) / len(found_s) ** 0.5
 
 
 @pytest.mark.parametrize("gpu", ["a100-sxm", "a40"])
@@ -40,9 +48,9 @@ def test_published_profiles_with_varying_microbatches(gpu: str) -> None:
     seen, others = (varied(pipeline, shape, 0.1, seed) for shape, seed in (((32, 2), 0), ((40, 2), 1)))
     plain = frontier.plan(deadline_s)
     plan = frontier.refinement(deadline_s, seen, tolerance=0.003).plan()
-    at_stock_s = mean_s(pipeline, stock, others)
-    assert mean_s(pipeline, plain, others) > 1.02 * at_stock_s
-    assert mean_s(pipeline, plan, others) < 1.01 * at_stock_s
+    at_stock_s = fmean(times_s(pipeline, stock, others))
+    assert fmean(times_s(pipeline, plain, others)) > 1.02 * at_stock_s
+    assert fmean(times_s(pipeline, plan, others)) < 1.005 * at_stock_s
     saved, least_saved = (stock.effective_energy_j - p.effective_energy_j for p in (plain, plan))
     assert 0.2 * saved < least_saved < saved
     assert plan.iteration_time_s == pytest.approx(1.003 * deadline_s, rel=0.002)
@@ -59,19 +67,20 @@ def test_critical_computations_get_faster_until_the_mean_is_as_allowed(
         deadline_s = min(factor * frontier.t_min_s, frontier.t_slow_s)
         variation = varied(pipeline, (3, 2), spread, seed)
         plain, plan = (frontier.refinement(deadline_s, some, tolerance).plan() for some in (None, variation))
-    stock = fastest_clock_plan(pipeline)
-    excess_s = mean_s(pipeline, stock, variation) - stock.iteration_time_s
-    allowed_s = deadline_s * (1 + tolerance) + excess_s
-    before_s, after_s = mean_s(pipeline, plain, variation), mean_s(pipeline, plan, variation)
-    if before_s <= allowed_s * (1 - 1e-6):
+    stock_s = fastest_clock_plan(pipeline).iteration_time_s
+    allowed_s = deadline_s * (1 + tolerance) - stock_s
+    digits_s = 1e-6 * (allowed_s + stock_s)
+    if sum(beyond_stock_s(pipeline, plain, variation)) <= allowed_s - digits_s:
         assert plan == plain
         return
     clocks_mhz = plan.clocks_mhz
     assert all(clocks_mhz[c] >= mhz for c, mhz in plain.clocks_mhz.items())
     fastest = replay(pipeline, {c: _fastest_mhz(pipeline, c, mhz) for c, mhz in plain.clocks_mhz.items()})
-    assert after_s <= max(allowed_s, mean_s(pipeline, fastest, variation)) * (1 + 1e-6)
-    if plan.iteration_time_s > replayed_iteration_time_s(pipeline, plan) * (1 + 1e-6):
-        assert plan.iteration_time_s == pytest.approx(after_s - excess_s, rel=1e-5)
+    mean_s, error_s = beyond_stock_s(pipeline, plan, variation)
+    is_kept = mean_s + error_s <= allowed_s + digits_s
+    assert is_kept or mean_s <= beyond_stock_s(pipeline, fastest, variation)[0] + digits_s
+    if plan.iteration_time_s > replayed_iteration_time_s(pipeline, plan) + digits_s:
+        assert plan.iteration_time_s == pytest.approx(stock_s + mean_s, rel=1e-5)
 
 
 def _fastest_mhz(pipeline: Pipeline, c: Computation, from_mhz: int) -> int:

@@ -13,7 +13,7 @@ from perseus.solver import Kind, Schedule, Variation
 MIN_ITERATIONS = 24
 """Iterations from which on the variation is known: plans for 8 are 1 % slower in others, for 32 0.3 %."""
 
-_KEPT = 32
+MAX_ITERATIONS = 64
 _LATER = 7
 """Once that many are kept, only every such iteration is."""
 
@@ -46,12 +46,12 @@ class VariationMemory:
         # By pipeline and stage, and iteration, shape (2, computations): times in s, and clocks in MHz.
         self._latest: defaultdict[tuple[int, int], dict[int, Columns]] = defaultdict(dict)
         # Each of shape (2, pipelines, computations).
-        self._seen: deque[Columns] = deque(maxlen=_KEPT)
+        self._seen: deque[Columns] = deque(maxlen=MAX_ITERATIONS)
 
     @property
-    def is_known(self) -> bool:
-        """Whether enough iterations were seen."""
-        return len(self._seen) >= MIN_ITERATIONS
+    def count(self) -> int:
+        """How many iterations were seen, of the latest `MAX_ITERATIONS`."""
+        return len(self._seen)
 
     def add(self, rank: Coordinates, computations: ComputationColumns) -> None:
         """Add a rank's computations, before its iterations are taken; tensor rank 0 represents the stage."""
@@ -92,7 +92,7 @@ class VariationMemory:
         Times are relative to the mean of their kind at their clock: how far the profile is off is no
         variation.
         """
-        if not self.is_known:
+        if self.count < MIN_ITERATIONS:
             return None
         times_s, clocks_mhz = np.stack(self._seen, axis=1)
         for columns in self._columns_of.values():
@@ -104,4 +104,4 @@ class VariationMemory:
         return Variation(times_s)
 
     def _is_wanted(self, iteration: int) -> bool:
-        return len(self._seen) < _KEPT or iteration % _LATER == 0
+        return len(self._seen) < MAX_ITERATIONS or iteration % _LATER == 0

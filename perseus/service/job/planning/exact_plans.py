@@ -75,6 +75,8 @@ class ExactPlans:
         if variation is None:
             self._held.clear()
         else:
+            if self.variation is not None:  # as it was known before
+                self._held = [plan for plan in self._plans.values() if plan is not None]
             self._plans.clear()
             self.drop()
         self.variation = variation

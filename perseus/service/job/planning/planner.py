@@ -22,7 +22,11 @@ from perseus.service.domain.signals import SignalTarget, SignalTargetState
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
 from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.iterations.baseline import Baseline
-from perseus.service.job.iterations.variation_memory import VariationMemory
+from perseus.service.job.iterations.variation_memory import (
+    MAX_ITERATIONS,
+    MIN_ITERATIONS,
+    VariationMemory,
+)
 from perseus.service.job.planning.caps import CapWatch
 from perseus.service.job.planning.exact_plans import ExactPlans
 from perseus.service.job.planning.guard import Guard
@@ -115,8 +119,8 @@ class Planner:
         self._variations = variations
         self._buffer = buffer
         self._exact = ExactPlans(buffer)
-        # Whether plans know how computations vary, or that they don't.
-        self._is_variation_known = False
+        # From how many iterations the plans know how computations vary.
+        self._variation_count = 0
         # The set latency that the offered plans were made with; None if they predate a restart.
         self._made_for_s: float | None = None
         # The slow plan that the next frontier has to explain.
@@ -157,7 +161,7 @@ class Planner:
         """Plan on a new frontier."""
         self.frontier = frontier
         self._exact.forget()
-        self._is_variation_known = False
+        self._variation_count = 0
         self._remember_plans(frontier)
         self.renew_variation()
         self._record.lag_s = common_lag_s(frontier.pipeline)
@@ -192,13 +196,18 @@ class Planner:
         )
 
     def renew_variation(self) -> bool:
-        """Learn how computations vary once that is known; return whether that asks for other plans."""
-        if self.frontier is None or self._is_variation_known:
+        """Learn how computations vary; return whether that asks for other plans.
+
+        Once it is known, and again from twice as many iterations: a plan fits those that it was made for
+        better than others.
+        """
+        count, before = self._variations.count, self._variation_count
+        needed = max(MIN_ITERATIONS, min(MAX_ITERATIONS, 2 * before))
+        if self.frontier is None or count < needed or count == before:
             return False
         variation = self._variations.variation()
-        if variation is None:
-            return False
-        self._is_variation_known = True
+        assert variation is not None
+        self._variation_count = count
         return self._exact.vary(None if variation.is_negligible else variation)
 
     @property

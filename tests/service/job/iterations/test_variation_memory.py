@@ -91,8 +91,8 @@ def test_a_bounded_number_of_iterations_and_pipelines_is_kept_and_later_ones_rep
     seen = Seen(pipelines=9)
     for _ in range(100):
         seen.run([1.0, 1.0])
-    assert seen.factors().shape == (32, 3, 8)
-    for _ in range(7 * 32):
+    assert seen.factors().shape == (64, 3, 8)
+    for _ in range(7 * 64):
         seen.run([1.2, 0.8])
     assert seen.factors().std() == pytest.approx(0.2, rel=1e-4)
     seen.memory.forget()

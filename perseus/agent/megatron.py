@@ -40,12 +40,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from perseus.agent.link.computation import Kind
-from perseus.agent.probe.attachment import (
-    Attachment,
-    never_raises,
-    stands_aside,
-    weak_reference,
-)
+from perseus.agent.probe.attachment import Attachment, never_raises, stands_aside, weak_reference
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.collective_waits import refuse_unmarked_waits
 from perseus.agent.probe.exchange import StoreExchange

@@ -2,10 +2,11 @@
 
 A plan on mean times leaves no slack. Where a computation then takes longer than its mean, because of longer
 sequences, busier experts or the machine, it delays the iteration, and at a low clock more so than at stock:
-with microbatches that vary by 10 %, plans meant to be as fast as stock are 3 to 6 % slower. So plans are
-replayed on iterations as they were seen (`Variation`). While the mean of these takes longer than is allowed,
-the computations that are critical in them get higher clocks, those first that gain the most time for their
-energy.
+with microbatches that vary by 10 %, plans meant to be as fast as stock were 3 to 6 % slower (emulated).
+
+So plans are replayed on iterations as they were seen (`Variation`). While the mean of these takes longer than
+is allowed, the computations that are critical in them get higher clocks, those first that gain the most time
+for their energy.
 
 What is allowed beyond stock is what was planned beyond it: the mean at stock varies, too, and its excess over
 the stock iteration of mean times is no plan's fault. Plans fit the iterations that were seen better than

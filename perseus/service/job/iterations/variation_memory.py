@@ -1,5 +1,6 @@
 """How computations varied in a job's latest iterations, for plans that hold nevertheless. In memory only."""
 
+import math
 from collections import defaultdict, deque
 
 import numpy as np
@@ -14,6 +15,8 @@ MIN_ITERATIONS = 24
 """Iterations from which on the variation is known: plans for 8 are 1 % slower in others, for 32 0.3 %."""
 
 MAX_ITERATIONS = 64
+"""Iterations that are kept: the latest."""
+
 _LATER = 7
 """Once that many are kept, only every such iteration is."""
 
@@ -38,14 +41,14 @@ class VariationMemory:
             for pipeline in range(0, pipeline_count, -(-pipeline_count // most))
             for stage in range(schedule.stage_count)
         )
-        self._count = len(computations)
+        self._shape = 2, len(self._places) // schedule.stage_count, len(computations)
         # The columns of each kind of a stage's computations.
         self._columns_of: dict[tuple[int, int, Kind], list[int]] = {}
         for column, c in enumerate(computations):
             self._columns_of.setdefault((c.stage, c.chunk, c.kind), []).append(column)
         # By pipeline and stage, and iteration, shape (2, computations): times in s, and clocks in MHz.
         self._latest: defaultdict[tuple[int, int], dict[int, Columns]] = defaultdict(dict)
-        # Each of shape (2, pipelines, computations).
+        # Each of that shape: pipelines and their computations.
         self._seen: deque[Columns] = deque(maxlen=MAX_ITERATIONS)
 
     @property
@@ -78,8 +81,8 @@ class VariationMemory:
         known = [row for row in rows if row is not None]
         if is_usable and len(known) == len(rows):
             columns = np.concatenate(known, axis=1)
-            if columns.shape[1] % self._count == 0:
-                self._seen.append(columns.reshape(2, -1, self._count))
+            if columns.size == math.prod(self._shape):
+                self._seen.append(columns.reshape(self._shape))
 
     def forget(self) -> None:
         """Forget everything: the job has other work from now on."""

@@ -22,11 +22,7 @@ from perseus.service.domain.signals import SignalTarget, SignalTargetState
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
 from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.iterations.baseline import Baseline
-from perseus.service.job.iterations.variation_memory import (
-    MAX_ITERATIONS,
-    MIN_ITERATIONS,
-    VariationMemory,
-)
+from perseus.service.job.iterations.variation_memory import MAX_ITERATIONS, MIN_ITERATIONS, VariationMemory
 from perseus.service.job.planning.caps import CapWatch
 from perseus.service.job.planning.exact_plans import ExactPlans
 from perseus.service.job.planning.guard import Guard
